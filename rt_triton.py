@@ -2,7 +2,7 @@
 Pieces of rt_wavefront.py in Triton, for CUDA and ROCm.
 
 The functions have the names and arguments of those in rt_wavefront.py, which say what they
-compute. A chunk has K positions; n counts the keys' heads, N = A B G, and a program is one
+compute. A chunk has K positions; z counts the keys' heads, Z = A B G, and a program is one
 row of the output.
 """
 import torch
@@ -67,7 +67,7 @@ def add_norm_backward(d, dn, n, r):
 
 
 @triton.jit
-def read_pairs_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, out_ptr, a_ptr, i, K, R, HEADS, D,
+def read_pairs_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, out_ptr, a_ptr, i, K, Q, HEADS, D,
                       BLOCK: tl.constexpr):
     """An online softmax that starts with the pair of score lse and value out."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -75,7 +75,7 @@ def read_pairs_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, out_ptr, a_ptr, i,
     m, l = tl.load(lse_ptr + row * K), tl.full((), 1.0, tl.float32)
     for start in range(0, i, ROWS):
         j = start + tl.arange(0, ROWS)
-        at, valid = (row // R * K + j[:, None]) * D + d, (j < i)[:, None] & (d < D)
+        at, valid = (row // Q * K + j[:, None]) * D + d, (j < i)[:, None] & (d < D)
         k, v = load(k_ptr, at, valid), load(v_ptr, at, valid)
         scores = tl.sum(q * k, 1) + load(bias_ptr, row % HEADS * K * K + j, j < i)
         scores = tl.where(j < i, scores, float("-inf"))
@@ -86,47 +86,47 @@ def read_pairs_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, out_ptr, a_ptr, i,
 
 
 def read_pairs(q, k, v, bias, lse, out):
-    (N, R, D), a = q.shape, torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch(read_pairs_kernel, N * R, q, k, v, bias, lse, out, a, k.size(1), k.stride(0) // D, R,
+    (Z, Q, D), a = q.shape, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch(read_pairs_kernel, Z * Q, q, k, v, bias, lse, out, a, k.size(1), k.stride(0) // D, Q,
            len(bias), width=D)
     return a
 
 
 @triton.jit
-def add_pair_grad_kernel(dk_ptr, dv_ptr, q_ptr, v_ptr, p_ptr, da_ptr, delta_ptr, v_n, p_n, delta_n,
+def add_pair_grad_kernel(dk_ptr, dv_ptr, q_ptr, v_ptr, p_ptr, da_ptr, delta_ptr, v_z, p_z, delta_z,
                          rows, D, BLOCK: tl.constexpr):
-    n, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    dk, dv = load(dk_ptr, n * D + d, d < D), load(dv_ptr, n * D + d, d < D)
-    v = load(v_ptr, n * v_n + d, d < D)
+    z, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    dk, dv = load(dk_ptr, z * D + d, d < D), load(dv_ptr, z * D + d, d < D)
+    v = load(v_ptr, z * v_z + d, d < D)
     for start in range(0, rows, ROWS):
         i = start + tl.arange(0, ROWS)
-        at, valid = (n * delta_n + i[:, None]) * D + d, (i < rows)[:, None] & (d < D)
+        at, valid = (z * delta_z + i[:, None]) * D + d, (i < rows)[:, None] & (d < D)
         q, da = load(q_ptr, at, valid), load(da_ptr, at, valid)
-        p = load(p_ptr, n * p_n + i, i < rows)
-        ds = p * (tl.sum(da * v, 1) - load(delta_ptr, n * delta_n + i, i < rows))
+        p = load(p_ptr, z * p_z + i, i < rows)
+        ds = p * (tl.sum(da * v, 1) - load(delta_ptr, z * delta_z + i, i < rows))
         dk += tl.sum(ds[:, None] * q, 0)
         dv += tl.sum(p[:, None] * da, 0)
-    store(dk_ptr, n * D + d, dk, d < D)
-    store(dv_ptr, n * D + d, dv, d < D)
+    store(dk_ptr, z * D + d, dk, d < D)
+    store(dv_ptr, z * D + d, dv, d < D)
 
 
 def add_pair_grad(dk, dv, q, v, p, da, delta):
-    N, rows, D = q.shape
-    launch(add_pair_grad_kernel, N, dk, dv, q, v, p, da, delta,
+    Z, rows, D = q.shape
+    launch(add_pair_grad_kernel, Z, dk, dv, q, v, p, da, delta,
            *(x.stride(0) for x in (v, p, delta)), rows, width=D)
 
 
 @triton.jit
-def write_query_grad_kernel(da_out_ptr, delta_ptr, da_ptr, a_ptr, delta_n, R, D,
+def write_query_grad_kernel(da_out_ptr, delta_ptr, da_ptr, a_ptr, delta_z, Q, D,
                             BLOCK: tl.constexpr):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    out = row // R * delta_n + row % R
+    out = row // Q * delta_z + row % Q
     da = load(da_ptr, row * D + d, d < D)
     store(da_out_ptr, out * D + d, da, d < D)
     tl.store(delta_ptr + out, tl.sum(da * load(a_ptr, out * D + d, d < D)))
 
 
 def write_query_grad(da_out, delta_out, da, a):
-    N, R, D = a.shape
-    launch(write_query_grad_kernel, N * R, da_out, delta_out, da, a, delta_out.stride(0), R,
+    Z, Q, D = a.shape
+    launch(write_query_grad_kernel, Z * Q, da_out, delta_out, da, a, delta_out.stride(0), Q,
            width=D)

@@ -1,7 +1,7 @@
 """
 The wavefront, RT's fast schedule (read model_rt.py first).
 
-Positions are cut into chunks of C. Chunk c of layer l needs chunk c of layer l - 1, its input,
+Positions are cut into chunks of K. Chunk c of layer l needs chunk c of layer l - 1, its input,
 and chunk c - 1 of its own layer, its keys and values. So all with l + c = s run in step s:
 
            chunk   0 1 2 3
@@ -9,7 +9,7 @@ and chunk c - 1 of its own layer, its keys and values. So all with l + c = s run
         layer 1    1 2 3 4      step 3 is the diagonal (2, 1), (1, 2), (0, 3)
         layer 0    0 1 2 3
 
-That is T + (L - 1) C positions in a row, not L T, with one bmm for all layers of a
+That is T + (L - 1) K positions in a row, not L T, with one bmm for all layers of a
 step. This is ours. The paper's are: to save x and y alone (section 6.1); CUDA graphs (6.2); a
 reverse loop of (B1) to (B6) alone (6.4).
 
@@ -45,9 +45,9 @@ r = 1 / sqrt(mean(x^2) + eps),
 A weight w of nq or nk: with the gradient d of w n, dn = w d and dw = sum_i d_i n_i. The
 weights of n1 and n2 are folded into the next matrix.
 
-Shapes: B batch, S cached tokens, T new ones, C positions of a chunk (here no width), P of any
-number, L layers, A active in a step, d width, M the MLP's, H query heads, G key/value heads,
-R = H / G, D head size, N = A B G.
+Shapes: B batch, S cached tokens, T new ones, K positions of a chunk, P of any
+number, L layers, A active in a step, C width, M the MLP's, H query heads, G key/value heads,
+Q = H / G, D head size, Z = A B G.
 """
 import math
 from collections import namedtuple
@@ -66,12 +66,12 @@ from model_gpt import alibi_slopes, apply_rope, attention_bias, compute_dtype, r
 
 @torch.no_grad()
 def forward_pass(wave, x, *weights, pairs=None):
-    """All layers on x (B, T, d): [states], a list for replay. pairs: the first S are given, the
+    """All layers on x (B, T, C): [states], a list for replay. pairs: the first S are given, the
     new are left there; None: of this pass alone (backward makes them again)."""
     w = Weights(*weights).to(wave.dtype)
     if pairs is None:
         pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
-    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.d)  # padding: anything finite
+    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.C)  # padding: anything finite
     states[0, :wave.T] = x.transpose(0, 1)
     for step in wave.steps:
         active = Weights(*(weight[step.lo:step.hi] for weight in w))
@@ -83,13 +83,13 @@ def forward_step(wave, states, pairs, w, step):
     """Each active layer's chunk."""
     eps, pieces, w_kv = wave.cfg.norm_eps, wave.pieces, w.qkv[:, wave.kv]
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
-    x = wave.diagonal(states[:-1], step, 1)                  # (A, C, B, d)
+    x = wave.diagonal(states[:-1], step, 1)                  # (A, K, B, C)
     (q, k, v), _ = wave.temporary(x.flatten(1, 2), w, rope)  # (1)
     out, lse = wave.outside(q, k, v, pairs, step)            # (2) outside the chunk
     attention = ChunkForward(wave, q, out, lse)
-    ropes = [*zip(*(table.split(1, 1) for table in rope))] or [()] * wave.C  # by position
+    ropes = [*zip(*(table.split(1, 1) for table in rope))] or [()] * wave.K  # by position
     k_outs, v_outs, ys = attention.k.unbind(1), attention.v.unbind(1), []
-    for i, x_i in enumerate(x.unbind(1)):                    # (A, B, d)
+    for i, x_i in enumerate(x.unbind(1)):                    # (A, B, C)
         a_i = attention.read(i)                              # (2), complete
         z_i, z_n = pieces.add_and_norm(x_i, product(a_i.to(wave.dtype), w.wo), eps)  # (3)
         u_i = product(z_n, w.up)
@@ -99,26 +99,26 @@ def forward_step(wave, states, pairs, w, step):
         ys.append(y_i)
     wave.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
     for buffer, new in zip(pairs, (attention.k, attention.v)):
-        view = wave.diagonal(buffer[..., wave.S:, :], step, 3)  # (A, B, G, C, D)
+        view = wave.diagonal(buffer[..., wave.S:, :], step, 3)  # (A, B, G, K, D)
         view.copy_(new.view(view.shape))
 
 
 class ChunkForward:
-    """Attention of a chunk's queries q (A, B, H, C, D), position by position: out and lse
-    from outside it, completed with its own pairs k, v (N, C, D)."""
+    """Attention of a chunk's queries q (A, B, H, K, D), position by position: out and lse
+    from outside it, completed with its own pairs k, v (Z, K, D)."""
 
     def __init__(self, wave, q, out, lse):
-        A, B, H, C, D = self.shape = q.shape
-        self.bias, self.pieces, N = wave.bias, wave.pieces, A * B * wave.G
-        # by position (N, R, .): the queries that share a key are rows of one bmm
+        A, B, H, K, D = self.shape = q.shape
+        self.bias, self.pieces, Z = wave.bias, wave.pieces, A * B * wave.G
+        # by position (Z, Q, .): the queries that share a key are rows of one bmm
         rows = (q.to(out.dtype) * wave.scale, out, lse[..., None])
-        rows = (x.reshape(N, H // wave.G, C, -1).contiguous().unbind(2) for x in rows)
+        rows = (x.reshape(Z, H // wave.G, K, -1).contiguous().unbind(2) for x in rows)
         self.q_scaled, self.out, self.lse = rows
-        self.k, self.v = out.new_empty(N, C, D), out.new_empty(N, C, D)
+        self.k, self.v = out.new_empty(Z, K, D), out.new_empty(Z, K, D)
 
     def read(self, i):
         """a_i (A, B, H D), once the pairs before i are written."""
-        A, B, H, C, D = self.shape
+        A, B, H, K, D = self.shape
         a_i = self.pieces.read_pairs(self.q_scaled[i], self.k[:, :i], self.v[:, :i],
                                      self.bias[:, i, :i], self.lse[i], self.out[i])
         return a_i.reshape(A, B, H * D)
@@ -130,18 +130,18 @@ Step = namedtuple("Step", "s lo hi")  # chunk s - l of layers lo <= l < hi
 
 
 class Wavefront:
-    """Sizes, tables and the steps' common operations, for L layers over x (B, T, d) after S
-    cached tokens. The callers hold states (L + 1, length, B, d) and pairs
+    """Sizes, tables and the steps' common operations, for L layers over x (B, T, C) after S
+    cached tokens. The callers hold states (L + 1, length, B, C) and pairs
     (2, L, B, G, S + length, D): layer l reads states[l], writes states[l + 1] and pairs[:, l],
     k and v. length: T in whole chunks, padding behind all tokens."""
 
     def __init__(self, cfg, x, L, S=0):
         self.cfg, self.L, self.S = cfg, L, S
-        self.B, self.T, self.d = x.shape
+        self.B, self.T, self.C = x.shape
         self.H, self.G, self.D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
         chunks = math.ceil(self.T / cfg.chunk)
-        self.C = math.ceil(self.T / chunks)  # even chunks, little padding
-        self.length = chunks * self.C
+        self.K = math.ceil(self.T / chunks)  # even chunks, little padding
+        self.length = chunks * self.K
         self.steps = [Step(s, lo=max(0, s + 1 - chunks), hi=min(L, s + 1))
                       for s in range(chunks + L - 1)]
         self.kv = slice(self.H * self.D, None)  # Wk and Wv in the rows of qkv
@@ -157,10 +157,10 @@ class Wavefront:
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
         # where each chunk starts, and its q_pos, k_pos and slopes for attend_by_position
-        self.starts = [(start, (self.pos[start:start + self.C], self.pos[:start], self.slopes))
-                       for start in range(S, S + self.length, self.C)]
-        # in a chunk, (H or 1, C, C): ALiBi, and -inf unless the key is earlier
-        pos = self.pos[:self.C]
+        self.starts = [(start, (self.pos[start:start + self.K], self.pos[:start], self.slopes))
+                       for start in range(S, S + self.length, self.K)]
+        # in a chunk, (H or 1, K, K): ALiBi, and -inf unless the key is earlier
+        pos = self.pos[:self.K]
         bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
         self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
         if cfg.pos == "rope":
@@ -173,13 +173,13 @@ class Wavefront:
         view, as from one to the next it is a layer up, a chunk back."""
         s, lo, hi = step
         shape, stride = list(buffer.shape), list(buffer.stride())
-        first = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.C * stride[dim]
-        stride[0] -= self.C * stride[dim]
-        shape[0], shape[dim] = hi - lo, self.C
+        first = buffer.storage_offset() + lo * stride[0] + (s - lo) * self.K * stride[dim]
+        stride[0] -= self.K * stride[dim]
+        shape[0], shape[dim] = hi - lo, self.K
         return buffer.as_strided(shape, stride, first)
 
     def temporary(self, x, w, rope):
-        """(1) for rows x (A, C B, d): q, k^ and v^ (A, B, H, C, D), the pairs repeated for
+        """(1) for rows x (A, K B, C): q, k^ and v^ (A, B, H, K, D), the pairs repeated for
         each query head; and the parts of n1, nq and nk for backward."""
         x_norm = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
@@ -192,28 +192,28 @@ class Wavefront:
         return (q, k, v), (x_norm, q_norm, k_norm)
 
     def persistent(self, y_n, w, rope):
-        """(5) for y_n = n1(y) (A, P B, d): k, v (A, P, B, G, D), and the parts of nk."""
+        """(5) for y_n = n1(y) (A, P B, C): k, v (A, P, B, G, D), and the parts of nk."""
         k, v = product(y_n.to(self.dtype), w.qkv[:, self.kv]).chunk(2, -1)  # (A, P B, G D) each
         k, k_norm = heads(k, w.nk, rope, self.cfg.norm_eps, self.B, self.D)
         return k, v.view(v.size(0), -1, self.B, self.G, self.D), k_norm
 
     def outside(self, q, k_temp, v_temp, pairs, step):
         """Attention of a chunk's queries to their temporary pairs and all earlier chunks:
-        out (A, B, H, C, D), and lse (A, B, H, C), the logarithm of the sum of e^score."""
+        out (A, B, H, K, D), and lse (A, B, H, K), the logarithm of the sum of e^score."""
         lse = (q * k_temp).sum(-1) * self.scale  # of the temporary pair: out is v^
         found = []
         for q_l, l in zip(q, range(step.lo, step.hi)):
             start, mask = self.starts[step.s - l]
             keys, values = pairs[:, l, :, :, :start]  # all visible
             found.append(kernels.attend_by_position(q_l, keys, values, *mask))
-        # (A B, H, C, .); without any keys more is 0 and more_lse -inf
+        # (A B, H, K, .); without any keys more is 0 and more_lse -inf
         more, more_lse = map(torch.cat, zip(*found))
         out, lse = v_temp.view(more.shape), lse.view(more_lse.shape)
         out, lse = kernels.merge(out, lse, more, more_lse)
         return out.reshape(q.shape), lse.reshape(q.shape[:4])
 
     def outside_backward(self, inputs, attention, pairs, d_pairs, step):
-        """dq, dk^, dv^ (A, B, H, C, D). Adds to d_pairs. inputs: q, k^, v^ of outside;
+        """dq, dk^, dv^ (A, B, H, K, D). Adds to d_pairs. inputs: q, k^, v^ of outside;
         attention: the chunk's, whose a, lse and da are of all keys."""
         q, k_temp, v_temp = inputs
         a, lse, da = attention.a, attention.lse, attention.by_head(attention.da_rows)
@@ -234,10 +234,10 @@ class Wavefront:
 
 class Weights(NamedTuple):
     """The layers' weights, stacked."""
-    qkv: torch.Tensor   # (L, (H + 2 G) D, d), times the weight of n1
-    wo: torch.Tensor    # (L, d, H D)
-    up: torch.Tensor    # (L, M, d), times the weight of n2
-    down: torch.Tensor  # (L, d, M)
+    qkv: torch.Tensor   # (L, (H + 2 G) D, C), times the weight of n1
+    wo: torch.Tensor    # (L, C, H D)
+    up: torch.Tensor    # (L, M, C), times the weight of n2
+    down: torch.Tensor  # (L, C, M)
     nq: torch.Tensor    # (L, 1, H D); (L, 1, 0) without QK-norm
     nk: torch.Tensor    # (L, 1, G D)
 
@@ -291,11 +291,11 @@ def add_and_norm(x, update, eps):
 
 
 def read_pairs(q, k, v, bias, lse, out):
-    """Attention a (N, R, D) of scaled queries q (N, R, D) to i pairs k, v (N, i, D), with bias
-    (H or 1, i), and to one more pair of score lse (N, R, 1) and value out (N, R, D)."""
+    """Attention a (Z, Q, D) of scaled queries q (Z, Q, D) to i pairs k, v (Z, i, D), with bias
+    (H or 1, i), and to one more pair of score lse (Z, Q, 1) and value out (Z, Q, D)."""
     if not k.size(1):
         return out
-    scores = torch.bmm(q, k.mT)  # (N, R, i)
+    scores = torch.bmm(q, k.mT)  # (Z, Q, i)
     scores.view(-1, *bias.shape).add_(bias)
     p = torch.cat([lse, scores], -1).softmax(-1)
     return (p[..., :1] * out).baddbmm_(p[..., 1:], v)
@@ -315,9 +315,9 @@ def write_pair(k_out, v_out, rows, weight, rope, eps):
 
 @torch.no_grad()
 def backward_pass(wave, states, dy, *weights):
-    """[dL/dx (B, T, d), *gradients of the weights], from dy (B, T, d)."""
+    """[dL/dx (B, T, C), *gradients of the weights], from dy (B, T, C)."""
     w = Weights(*weights).to(wave.dtype)
-    y_n = F.rms_norm(states[1:].flatten(1, 2), [wave.d], eps=wave.cfg.norm_eps)
+    y_n = F.rms_norm(states[1:].flatten(1, 2), [wave.C], eps=wave.cfg.norm_eps)
     k, v, _ = wave.persistent(y_n, w, wave.tables)  # (L, length, B, G, D)
     pairs = torch.stack([k, v]).permute(0, 1, 3, 4, 2, 5).contiguous()
     del y_n, k, v  # as large as the states
@@ -336,9 +336,9 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     grads, and to d_pairs of earlier chunks."""
     eps, pieces = wave.cfg.norm_eps, wave.pieces
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
-    x = wave.diagonal(states[:-1], step, 1).flatten(1, 2)  # rows (A, C B, d)
+    x = wave.diagonal(states[:-1], step, 1).flatten(1, 2)  # rows (A, K B, C)
     y = wave.diagonal(states[1:], step, 1).flatten(1, 2)
-    dy = wave.diagonal(d_states[1:], step, 1)              # (A, C, B, d)
+    dy = wave.diagonal(d_states[1:], step, 1)              # (A, K, B, C)
 
     # forward again; parts of norms: x_norm, y_norm of n1, z_norm of n2, q_norm of nq, k_norm and
     # k_temp_norm of nk, at k and at k^
@@ -354,15 +354,15 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     k_norm = q_norm and wave.persistent(y_norm.n, w, rope)[2]
 
     # position by position, (B1) to (B6); dkv: of the products Wk n1(y), Wv n1(y)
-    ropes = [*zip(*(table.split(1, 1) for table in rope))] or [()] * wave.C  # by position
+    ropes = [*zip(*(table.split(1, 1) for table in rope))] or [()] * wave.K  # by position
     y_parts, z_parts, k_parts = (
         [*zip(*(rows.split(wave.B, 1) for rows in parts))] for parts in (y_norm, z_norm, k_norm))
     us, w_kv, done = u.split(wave.B, 1), w.qkv[:, wave.kv], []
-    for j in reversed(range(wave.C)):
+    for j in reversed(range(wave.K)):
         dk, dv = attention.kv_grad(j)                                # (B1), (B2)
         k_norm_j = k_parts[j] if k_parts else ()
         dkv = pair_backward(dk, dv, w.nk, ropes[j], k_norm_j, wave.dtype)
-        dn = product(dkv, w_kv.mT)                                   # (A, B, d)
+        dn = product(dkv, w_kv.mT)                                   # (A, B, C)
         g, g_low = pieces.add_norm_backward(dy[:, j], dn, *y_parts[j])  # (B3)
         du = torch.ops.aten.gelu_backward(product(g_low, w.down.mT), us[j])  # (B4)
         dz, dz_low = pieces.add_norm_backward(g, product(du, w.up.mT), *z_parts[j])  # (B5)
@@ -373,9 +373,9 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     # all positions, (B7) to (B10); dqkv: of the product W_qkv n1(x)
     dq, *d_temp = wave.outside_backward(inputs, attention, pairs, d_pairs, step)
     dq = dq + attention.query_grad()  # (B7)
-    d_temp = (d.unflatten(2, (wave.G, -1)).sum(3) for d in d_temp)  # R queries share a pair
+    d_temp = (d.unflatten(2, (wave.G, -1)).sum(3) for d in d_temp)  # Q queries share a pair
     dq, dk_temp, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))
-    dk = attention.dk.view(wave.C, -1, wave.B, wave.G, wave.D).transpose(0, 1)
+    dk = attention.dk.view(wave.K, -1, wave.B, wave.G, wave.D).transpose(0, 1)
     dq, dk, dk_temp = (rotated_back(d, rope) for d in (dq, dk, dk_temp))
     if q_norm:
         for grad, d, parts in (
@@ -384,7 +384,7 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     dq, dk = heads_backward(dq, w.nq, q_norm), heads_backward(dk_temp, w.nk, k_temp_norm)
     dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(wave.dtype)
     dx = dz + norm_backward(product(dqkv, w.qkv.mT), *x_norm)  # (B9)
-    wave.diagonal(d_states[:-1], step, 1).copy_(dx.unflatten(1, (wave.C, wave.B)))
+    wave.diagonal(d_states[:-1], step, 1).copy_(dx.unflatten(1, (wave.K, wave.B)))
     for grad, d_out, x_in in (  # (B10)
             (grads.qkv, dqkv, x_norm.n), (grads.qkv[:, wave.kv], dkv, y_norm.n),
             (grads.wo, dz, a_rows), (grads.up, du, z_norm.n), (grads.down, g, F.gelu(u))):
@@ -392,51 +392,51 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
 
 
 def by_position(x, G):
-    """x (A, B, H, C, .) -> (N, C, R, .): the R queries that share a key are rows of one bmm."""
-    A, B, H, C, last = x.shape
-    return x.reshape(A * B * G, H // G, C, last).transpose(1, 2)
+    """x (A, B, H, K, .) -> (Z, K, Q, .): the Q queries that share a key are rows of one bmm."""
+    A, B, H, K, last = x.shape
+    return x.reshape(A * B * G, H // G, K, last).transpose(1, 2)
 
 
 class ChunkBackward:
-    """ChunkForward for all positions: a (A, B, H, C, D), the whole lse. Then
-    gradients, position by position. k, v (A, B, G, C, D) are the chunk's own pairs, dk, dv
+    """ChunkForward for all positions: a (A, B, H, K, D), the whole lse. Then
+    gradients, position by position. k, v (A, B, G, K, D) are the chunk's own pairs, dk, dv
     what later chunks have added."""
 
     def __init__(self, wave, q, out, lse, k, v, dk, dv):
-        A, B, H, C, D = self.shape = q.shape
-        self.scale, self.R, N = wave.scale, H // wave.G, A * B * wave.G
+        A, B, H, K, D = self.shape = q.shape
+        self.scale, self.Q, Z = wave.scale, H // wave.G, A * B * wave.G
         self.pieces = wave.pieces
-        self.k, self.v = (x.to(out.dtype).reshape(N, C, D) for x in (k, v))
-        # (C, N, 1, D): a position's are contiguous, so that baddbmm_ is one call
-        by_key = (x.permute(3, 0, 1, 2, 4).reshape(C, N, 1, D) for x in (dk, dv))
+        self.k, self.v = (x.to(out.dtype).reshape(Z, K, D) for x in (k, v))
+        # (K, Z, 1, D): a position's are contiguous, so that baddbmm_ is one call
+        by_key = (x.permute(3, 0, 1, 2, 4).reshape(K, Z, 1, D) for x in (dk, dv))
         self.dk, self.dv = map(torch.Tensor.contiguous, by_key)
-        # (N, C R, .): the queries of position i are rows i R to (i + 1) R
+        # (Z, K Q, .): the queries of position i are rows i Q to (i + 1) Q
         rows = (q.to(out.dtype) * wave.scale, out, lse[..., None])
         self.q_scaled, out, lse = (by_position(x, wave.G).flatten(1, 2) for x in rows)
-        scores = torch.bmm(self.q_scaled, self.k.mT)  # (N, C R, C)
-        bias = by_position(wave.bias.expand(1, 1, H, C, C), wave.G)  # (G, C, R, C)
-        scores.view(A * B, wave.G, C, self.R, C).add_(bias)
-        total = torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))  # (N, C R, 1)
+        scores = torch.bmm(self.q_scaled, self.k.mT)  # (Z, K Q, K)
+        bias = by_position(wave.bias.expand(1, 1, H, K, K), wave.G)  # (G, K, Q, K)
+        scores.view(A * B, wave.G, K, self.Q, K).add_(bias)
+        total = torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))  # (Z, K Q, 1)
         self.p = torch.exp(scores - total)  # p_ij, 0 for j >= i
-        self.p_of_key = self.p.mT.contiguous()  # (N, C, C R)
+        self.p_of_key = self.p.mT.contiguous()  # (Z, K, K Q)
         self.a_rows = torch.baddbmm(torch.exp(lse - total) * out, self.p, self.v)
         self.a, self.lse = self.by_head(self.a_rows), self.by_head(total)[..., 0]
         self.da_rows = torch.empty_like(self.a_rows)
-        self.delta = torch.empty_like(total.mT)  # (N, 1, C R)
-        # by position: keys (N, 1, .) and queries (N, R, .)
+        self.delta = torch.empty_like(total.mT)  # (Z, 1, K Q)
+        # by position: keys (Z, 1, .) and queries (Z, Q, .)
         self.vs, self.ps = self.v.split(1, 1), self.p_of_key.split(1, 1)
-        self.written = [*zip(self.da_rows.split(self.R, 1), self.delta.split(self.R, 2),
-                             self.a_rows.split(self.R, 1))]
+        self.written = [*zip(self.da_rows.split(self.Q, 1), self.delta.split(self.Q, 2),
+                             self.a_rows.split(self.Q, 1))]
 
     def by_head(self, rows):
-        """Rows (N, C R, .) -> (A, B, H, C, .)."""
-        A, B, H, C, _ = self.shape
-        return rows.unflatten(1, (C, self.R)).transpose(1, 2).reshape(A, B, H, C, -1)
+        """Rows (Z, K Q, .) -> (A, B, H, K, .)."""
+        A, B, H, K, _ = self.shape
+        return rows.unflatten(1, (K, self.Q)).transpose(1, 2).reshape(A, B, H, K, -1)
 
     def kv_grad(self, j):
         """dk_j, dv_j (A, B, G, D), once later queries have written da."""
         A, B, _, _, D = self.shape
-        later = (j + 1) * self.R
+        later = (j + 1) * self.Q
         self.pieces.add_pair_grad(
             self.dk[j], self.dv[j], self.q_scaled[:, later:], self.vs[j], self.ps[j][..., later:],
             self.da_rows[:, later:], self.delta[..., later:])
@@ -448,14 +448,14 @@ class ChunkBackward:
         self.pieces.write_query_grad(da_j, delta_j, da.view(a_j.shape), a_j)
 
     def query_grad(self):
-        """What the chunk's own keys add to dq (A, B, H, C, D) (B7)."""
+        """What the chunk's own keys add to dq (A, B, H, K, D) (B7)."""
         ds = self.p * (torch.bmm(self.da_rows, self.v.mT) - self.delta.mT)
         return self.by_head(torch.bmm(ds, self.k) * self.scale)
 
 
 def add_pair_grad(dk, dv, q, v, p, da, delta):
-    """Adds (B2) of n queries to dk, dv (N, 1, D) of one key: scaled q and da (N, n, D), v
-    (N, 1, D), p and delta (N, 1, n)."""
+    """Adds (B2) of n queries to dk, dv (Z, 1, D) of one key: scaled q and da (Z, n, D), v
+    (Z, 1, D), p and delta (Z, 1, n)."""
     ds = p * (torch.bmm(v, da.mT) - delta)  # (B1)
     dk.baddbmm_(ds, q)
     dv.baddbmm_(p, da)
@@ -474,7 +474,7 @@ def add_norm_backward(d, dn, n, r):
 
 
 def write_query_grad(da_out, delta_out, da, a):
-    """(B6): da_out <- da (N, R, D), delta_out (N, 1, R) <- da . a."""
+    """(B6): da_out <- da (Z, Q, D), delta_out (Z, 1, Q) <- da . a."""
     da_out.copy_(da)
     delta_out.copy_((da * a).sum(-1)[:, None])
 
@@ -501,7 +501,7 @@ def heads_backward(rows, weight, parts):
 
 @torch.compiler.disable  # it would unroll the loop over positions
 def run_layers(cfg, blocks, x):
-    """The layers `blocks` on x (B, T, d) -> (B, T, d), differentiable."""
+    """The layers `blocks` on x (B, T, C) -> (B, T, C), differentiable."""
     if cfg.pos == "rope" and x.size(1) > cfg.block_size:    # (a cache counts its tokens itself)
         raise ValueError(f"{x.size(1)} tokens are more than block_size={cfg.block_size}")
     return Layers.apply(cfg, x, *stack_weights(cfg, blocks))

@@ -169,21 +169,21 @@ def test_schedules_agree_on_the_kernels(case, device, dtype, tolerance):
 def test_pieces_in_triton_are_the_plain_ones(case, device, low, tolerance):
     """Each on slices of larger tensors, as a chunk of 41 positions has them; low: the dtype of products."""
     rt_triton = pytest.importorskip("rt_triton")
-    (G, R, C, D, i), (A, B, K) = case, (2, 3, 41)
+    (G, Q, C, D, i), (A, B, K) = case, (2, 3, 41)
     generator = torch.Generator()
-    N = A * B * G
+    Z = A * B * G
     draw = lambda *shape, dtype=torch.float32: torch.randn(*shape, generator=generator).to(device, dtype)
     rows, r = draw(A, K, B, C), draw(A, K * B, 1)
-    q, out, lse, bias = draw(N, R, K, D), draw(N, R, K, D), draw(N, R, K, 1), draw(G * R, K, K)
-    k, v, p, delta, da = draw(N, K, D), draw(N, K, D), draw(N, K, K * R), draw(N, 1, K * R), draw(N, K * R, D)
-    later, now = slice((i + 1) * R, None), slice(i * R, (i + 1) * R)
+    q, out, lse, bias = draw(Z, Q, K, D), draw(Z, Q, K, D), draw(Z, Q, K, 1), draw(G * Q, K, K)
+    k, v, p, delta, da = draw(Z, K, D), draw(Z, K, D), draw(Z, K, K * Q), draw(Z, 1, K * Q), draw(Z, K * Q, D)
+    later, now = slice((i + 1) * Q, None), slice(i * Q, (i + 1) * Q)
     calls = dict(
         add_and_norm=lambda: (rows[:, i], draw(A, B, C, dtype=low), 1e-5),
         add_norm_backward=lambda: (rows[:, i], draw(A, B, C, dtype=low), rows.flatten(1, 2)[:, :B], r[:, :B]),
         read_pairs=lambda: (q[:, :, i], k[:, :i], v[:, :i], bias[:, i, :i], lse[:, :, i], out[:, :, i]),
-        add_pair_grad=lambda: (draw(N, 1, D), draw(N, 1, D), draw(N, K * R, D)[:, later], v[:, i:i + 1],
+        add_pair_grad=lambda: (draw(Z, 1, D), draw(Z, 1, D), draw(Z, K * Q, D)[:, later], v[:, i:i + 1],
                                p[:, i:i + 1, later], da[:, later], delta[..., later]),
-        write_query_grad=lambda: (da[:, now], delta[..., now], draw(N, R, D, dtype=low), draw(N, K * R, D)[:, now]))
+        write_query_grad=lambda: (da[:, now], delta[..., now], draw(Z, Q, D, dtype=low), draw(Z, K * Q, D)[:, now]))
     assert calls.keys() == vars(rt_wavefront.PLAIN).keys()
     for name, arguments in calls.items():
         found = []
