@@ -113,10 +113,61 @@ class Config(BaseConfig):
 
 # ---- the method: which tokens take which recursion ----
 
-class MixtureOfRecursions(LanguageModel):
-    """The method. Model, below, makes its parts: routers (and aux_routers), or router and
-    balance_bias; gate, layers_of, loops_to_run. tokens: the context of a call, tokens.subset
-    gives that of a recursion; context.kept marks those that change, tokens.kept is A_0."""
+class Model(LanguageModel):
+    """tokens: the context of a call, tokens.subset gives that of a recursion; context.kept marks
+    those that change, tokens.kept is A_0."""
+    runs_blocks_once = False
+
+    def __init__(self, cfg):
+        K, R = cfg.n_stored, cfg.n_loop
+        blocks = lambda n: nn.ModuleList(self.make_block(cfg, i) for i in range(n))
+        routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
+        super().__init__(cfg, blocks(K))  # the shared ones
+        self.first, self.last = blocks(cfg.n_outside // 2), blocks(cfg.n_outside // 2)
+        depths = [f"depth{d}" for d in range(1, R + 1)]
+        if cfg.router == "expert":
+            self.routers = routers()
+            if cfg.causal == "aux_router":
+                self.aux_routers = routers()
+            self.eval_metrics = ["ce_topk", "router_accuracy", *depths]  # beside ce
+        elif cfg.router == "token":
+            self.router = Router(cfg, R)
+            self.register_buffer("balance_bias", torch.zeros(R))
+            self.eval_metrics = [*depths, "maxvio"]
+        layers = [self.blocks[k] for k in cfg.order]
+        self.layers_of = [layers[i:i + K] for i in range(0, K * R, K)]  # by recursion
+        gates = {"softmax": nn.Softmax(-1), "sigmoid": nn.Sigmoid(), "tanh": nn.Tanh()}
+        self.gate = gates[cfg.router_func]
+        self.alpha = 1.0 if cfg.router_func == "softmax" else cfg.alpha
+        self.cached_context_type = CachedTokens
+        init_weights(self, cfg.n_layer)
+
+    def make_block(self, cfg, number):
+        """A shared, first or last block, called as block(h, layer, context)."""
+        return Block(cfg)
+
+    def states(self, idx, top_k, context=None):
+        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the loss of
+        the router takes. top_k: expert choice as in training, else as in decoding."""
+        cfg, h = self.cfg, self.drop(self.wte(idx))
+        R = cfg.n_loop if self.training and context is None else self.loops_to_run
+        tokens = context or AllTokens(cfg, h)
+        for block in self.first:
+            h = block(h, -2, tokens)
+        if cfg.router == "expert":
+            h, decisions = self.expert_choice(h, tokens, R, top_k)
+            *_, chosen = decisions
+            depth = chosen.sum(0)
+        elif cfg.router == "token":
+            h, decisions = self.token_choice(h, tokens, R)
+            *_, depth = decisions
+        else:
+            depth, decisions = tokens.kept * R, None
+            for r in range(1, R + 1):
+                h = self.recursion(r, h, tokens.subset(r, tokens.kept))
+        for block in self.last:
+            h = block(h, -1, tokens)
+        return self.norm(h), depth, decisions
 
     def expert_choice(self, h, tokens, R, top_k):
         """h (B, T, C) -> h after R recursions, and what expert_loss takes. top_k=False:
@@ -140,14 +191,6 @@ class MixtureOfRecursions(LanguageModel):
             active = chosen
         return h, [torch.stack(x) for x in zip(*decisions)]  # (R, B, T) each
 
-    def expert_loss(self, s, decides, active, chosen):
-        """What is added to the loss, and its BCE: means over the tokens that competed
-        (active), summed over recursions. decides: the scores that decide in decoding."""
-        mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))  # (R,)
-        bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
-        bce, z = mean(bce).sum(), mean(s ** 2).sum()  # of one score, logsumexp(s) = s
-        return self.cfg.aux_weight * bce + self.cfg.z_loss * z, bce
-
     def token_choice(self, h1, tokens, R):
         """h_1 (B, T, C) -> h after at most R recursions, and what token_loss takes."""
         h, (scores, p, depth) = h1, self.choose_depth(h1, R)
@@ -165,6 +208,60 @@ class MixtureOfRecursions(LanguageModel):
     def exit(self, h1, h, p, depth):
         return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)  # (2.2)
 
+    def recursion(self, r, h, context, s=None):
+        """h (B, T, C) -> h in which context.kept have become F_r(h) or, given scores
+        s (B, T), h + alpha gate(s) F_r(h). The fast path: Gathered tokens run alone. No
+        context: nobody goes on."""
+        if context is None:
+            return h
+        gathered, all_h = isinstance(context, Gathered), h
+        if gathered:
+            h, s = context.gather(h), s if s is None else context.gather(s)
+        new = h
+        for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
+            new = block(new, layer, context)  # F_r(h)
+        if s is not None:
+            new = h + (self.alpha * self.gate(s)[..., None] * new).to(h.dtype)  # (2.1)
+        new = torch.where(context.kept[..., None], new, h)
+        if isinstance(context, OwnCache):
+            context.cache.advance(context.slots)  # its layers have written
+        return context.scatter(all_h, new) if gathered else new
+
+    def forward(self, idx, targets=None, cache=None, n_valid=None):
+        """As in every model. aux also has tokens by depth, and the router's metrics."""
+        cfg = self.cfg
+        if targets is None or cache is not None or idx.numel() == 0 or cfg.router == "none":
+            return super().forward(idx, targets, cache, n_valid)
+        h, depth, decisions = self.states(idx, top_k=self.training)
+        logits = upcast(self.head(h))
+        ce = cross_entropy(logits, targets)
+        f = torch.stack([(depth == d).float().mean() for d in range(1, cfg.n_loop + 1)])
+        aux = {"ce": ce, **{f"depth{d}": fraction for d, fraction in enumerate(f, 1)}}
+        if cfg.router == "token":
+            added, aux["balance"] = self.token_loss(*decisions)
+            aux["maxvio"] = cfg.n_loop * f.max() - 1  # (most - mean) / mean
+            _, p, _ = decisions
+            p = F.normalize(p, 1, -1).mean((0, 1))  # now sigmoids, too, sum to 1
+            aux["entropy"] = torch.special.entr(p).sum()
+        else:
+            if not self.training:  # top k's choices are the labels
+                h_top, _, decisions = self.states(idx, top_k=True)
+                aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
+            added, aux["aux"] = self.expert_loss(*decisions)
+            _, decides, active, chosen = [x[1:] for x in decisions]  # F_1 takes all
+            right = active & ((decides >= 0) == chosen)  # decoding would decide as top k did
+            aux["router_accuracy"] = right.sum() / active.sum().clamp(min=1)
+        loss = ce + added if self.training else ce
+        return logits, loss, {name: x.detach() for name, x in aux.items()}
+
+    def expert_loss(self, s, decides, active, chosen):
+        """What is added to the loss, and its BCE: means over the tokens that competed
+        (active), summed over recursions. decides: the scores that decide in decoding."""
+        mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))  # (R,)
+        bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
+        bce, z = mean(bce).sum(), mean(s ** 2).sum()  # of one score, logsumexp(s) = s
+        return self.cfg.aux_weight * bce + self.cfg.z_loss * z, bce
+
     def token_loss(self, scores, p, depth):
         """What is added to the loss, and the balance loss in it."""
         cfg, R = self.cfg, self.cfg.n_loop
@@ -174,38 +271,47 @@ class MixtureOfRecursions(LanguageModel):
         z = scores.logsumexp(-1).square().mean()
         return weight * balance + cfg.z_loss * z, balance
 
-    def recursion(self, r, h, context, s=None):
-        """h (B, T, C) -> h in which context.kept have become F_r(h) or, given scores
-        s (B, T), h + alpha gate(s) F_r(h). Model's gathers first."""
-        new = h
-        for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
-            new = block(new, layer, context)  # F_r(h)
-        if s is not None:
-            new = h + (self.alpha * self.gate(s)[..., None] * new).to(h.dtype)  # (2.1)
-        return torch.where(context.kept[..., None], new, h)
+    def hidden(self, idx, context=None):
+        return self.states(idx, self.training and context is None, context)[0]
+
+    @property
+    def loops_to_run(self):
+        """The most recursions of a token in evaluation and decoding."""
+        return self.cfg.exit_loop or self.cfg.n_loop
+
+    def init_cache(self, batch_size, max_len):
+        return Cache(self.cfg, self.loops_to_run, *self.cache_sizes(batch_size, max_len))
+
+    @torch.no_grad()
+    def end_step(self, logged):
+        """loss_free moves biases against f, which is logged over all processes."""
+        cfg = self.cfg
+        if cfg.router == "token" and cfg.balance == "loss_free":
+            f = torch.tensor([logged[f"depth{d}"] for d in range(1, cfg.n_loop + 1)])
+            excess = (f - 1 / cfg.n_loop).round(decimals=6)  # 0 if only rounding differs
+            self.balance_bias -= cfg.balance_rate * excess.sign().to(self.balance_bias)
+
+    def flops_per_token(self):
+        """As in model_gpt; a layer's count for the fraction of tokens that take it."""
+        cfg, attn, unread = self.cfg, self.blocks[0].attn, 0
+        routers = [p for name, p in self.named_parameters() if "router" in name]
+        flops = 6.0 * sum(p.numel() for p in [self.head.weight, *routers])
+        weights = self.block_weights() / cfg.n_stored
+        if cfg.kv == "share":  # keys that nobody reads after F_1: no backward pass
+            unread = 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
+        for r in range(1, cfg.n_loop + 1):
+            # first and last count with F_1: all tokens take them
+            n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)
+            read = weights - (unread if r > 1 else 0)
+            # of all tokens; by token choice: in balance
+            fraction = 1.0 if cfg.router == "none" else (cfg.n_loop - r + 1) / cfg.n_loop
+            keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
+            mixer = 12.0 * cfg.n_head * cfg.head_dim * visible_keys(keys)
+            flops += n_layer * fraction * (6.0 * read + mixer)
+        return flops
 
 
-class Subset:
-    """The context of F_2 ..: all tokens run, results of the chosen (B, T) are kept."""
-
-    def __init__(self, tokens, chosen):
-        self.cfg, self.tokens = tokens.cfg, tokens
-        self.kept = chosen  # A_r
-        self.rope, self.bias = tokens.rope, tokens.bias
-        if self.cfg.kv == "recursion":
-            distance = tokens.pos[:, :, None] - tokens.pos[:, None]  # (1, T, T)
-            visible = (distance > 0) & chosen[:, None]
-            visible = visible | (distance == 0)  # itself: no empty softmax
-            self.bias = torch.where(visible, 0.0, -math.inf)[:, None]  # (B, 1, T, T)
-
-    def extend(self, layer, k, v):
-        """The keys and values (B, G, S, D) that the chosen attend to (Section 2.2.2)."""
-        if self.cfg.kv == "recursion":
-            return k, v
-        return self.tokens.shared_kv[layer % self.cfg.n_stored]  # F_1's
-
-
-# ---- the parts: routers, and all tokens ----
+# ---- the parts: routers, and the tokens of a recursion ----
 
 class Router(nn.Module):
     """Scores (..., n_out) of states h (..., C)."""
@@ -249,6 +355,26 @@ class AllTokens(Context):
         if self.cfg.router == "none" or not self.cfg.fast:
             return Subset(self, chosen)
         return Gathered(self, chosen, n)
+
+
+class Subset:
+    """The context of F_2 ..: all tokens run, results of the chosen (B, T) are kept."""
+
+    def __init__(self, tokens, chosen):
+        self.cfg, self.tokens = tokens.cfg, tokens
+        self.kept = chosen  # A_r
+        self.rope, self.bias = tokens.rope, tokens.bias
+        if self.cfg.kv == "recursion":
+            distance = tokens.pos[:, :, None] - tokens.pos[:, None]  # (1, T, T)
+            visible = (distance > 0) & chosen[:, None]
+            visible = visible | (distance == 0)  # itself: no empty softmax
+            self.bias = torch.where(visible, 0.0, -math.inf)[:, None]  # (B, 1, T, T)
+
+    def extend(self, layer, k, v):
+        """The keys and values (B, G, S, D) that the chosen attend to (Section 2.2.2)."""
+        if self.cfg.kv == "recursion":
+            return k, v
+        return self.tokens.shared_kv[layer % self.cfg.n_stored]  # F_1's
 
 
 # ---- the fast path ----
@@ -377,138 +503,7 @@ class Cache(KVCache):
             cache.end_static(T, True)
 
 
-# ---- the model ----
-
-class Model(MixtureOfRecursions):
-    context_type, cached_context_type = AllTokens, CachedTokens
-    runs_blocks_once = False
-
-    def __init__(self, cfg):
-        K, R = cfg.n_stored, cfg.n_loop
-        blocks = lambda n: nn.ModuleList(self.make_block(cfg, i) for i in range(n))
-        routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
-        super().__init__(cfg, blocks(K))  # the shared ones
-        self.first, self.last = blocks(cfg.n_outside // 2), blocks(cfg.n_outside // 2)
-        depths = [f"depth{d}" for d in range(1, R + 1)]
-        if cfg.router == "expert":
-            self.routers = routers()
-            if cfg.causal == "aux_router":
-                self.aux_routers = routers()
-            self.eval_metrics = ["ce_topk", "router_accuracy", *depths]  # beside ce
-        elif cfg.router == "token":
-            self.router = Router(cfg, R)
-            self.register_buffer("balance_bias", torch.zeros(R))
-            self.eval_metrics = [*depths, "maxvio"]
-        layers = [self.blocks[k] for k in cfg.order]
-        self.layers_of = [layers[i:i + K] for i in range(0, K * R, K)]  # by recursion
-        gates = {"softmax": nn.Softmax(-1), "sigmoid": nn.Sigmoid(), "tanh": nn.Tanh()}
-        self.gate = gates[cfg.router_func]
-        self.alpha = 1.0 if cfg.router_func == "softmax" else cfg.alpha
-        init_weights(self, cfg.n_layer)
-
-    def make_block(self, cfg, number):
-        """A shared, first or last block, called as block(h, layer, context)."""
-        return Block(cfg)
-
-    @property
-    def loops_to_run(self):
-        """The most recursions of a token in evaluation and decoding."""
-        return self.cfg.exit_loop or self.cfg.n_loop
-
-    def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. aux also has tokens by depth, and the router's metrics."""
-        cfg = self.cfg
-        if targets is None or cache is not None or idx.numel() == 0 or cfg.router == "none":
-            return super().forward(idx, targets, cache, n_valid)
-        h, depth, decisions = self.states(idx, top_k=self.training)
-        logits = upcast(self.head(h))
-        ce = cross_entropy(logits, targets)
-        f = torch.stack([(depth == d).float().mean() for d in range(1, cfg.n_loop + 1)])
-        aux = {"ce": ce, **{f"depth{d}": fraction for d, fraction in enumerate(f, 1)}}
-        if cfg.router == "token":
-            added, aux["balance"] = self.token_loss(*decisions)
-            aux["maxvio"] = cfg.n_loop * f.max() - 1  # (most - mean) / mean
-            _, p, _ = decisions
-            p = F.normalize(p, 1, -1).mean((0, 1))  # now sigmoids, too, sum to 1
-            aux["entropy"] = torch.special.entr(p).sum()
-        else:
-            if not self.training:  # top k's choices are the labels
-                h_top, _, decisions = self.states(idx, top_k=True)
-                aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
-            added, aux["aux"] = self.expert_loss(*decisions)
-            _, decides, active, chosen = [x[1:] for x in decisions]  # F_1 takes all
-            right = active & ((decides >= 0) == chosen)  # decoding would decide as top k did
-            aux["router_accuracy"] = right.sum() / active.sum().clamp(min=1)
-        loss = ce + added if self.training else ce
-        return logits, loss, {name: x.detach() for name, x in aux.items()}
-
-    def hidden(self, idx, context=None):
-        return self.states(idx, self.training and context is None, context)[0]
-
-    def states(self, idx, top_k, context=None):
-        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the loss of
-        the router takes. top_k: expert choice as in training, else as in decoding."""
-        cfg, h = self.cfg, self.drop(self.wte(idx))
-        R = cfg.n_loop if self.training and context is None else self.loops_to_run
-        tokens = context or self.context_type(cfg, h)
-        for block in self.first:
-            h = block(h, -2, tokens)
-        if cfg.router == "expert":
-            h, decisions = self.expert_choice(h, tokens, R, top_k)
-            *_, chosen = decisions
-            depth = chosen.sum(0)
-        elif cfg.router == "token":
-            h, decisions = self.token_choice(h, tokens, R)
-            *_, depth = decisions
-        else:
-            depth, decisions = tokens.kept * R, None
-            for r in range(1, R + 1):
-                h = self.recursion(r, h, tokens.subset(r, tokens.kept))
-        for block in self.last:
-            h = block(h, -1, tokens)
-        return self.norm(h), depth, decisions
-
-    def recursion(self, r, h, context, s=None):
-        """The fast path: Gathered tokens run alone. No context: nobody goes on."""
-        if isinstance(context, Gathered):
-            x, s = context.gather(h), s if s is None else context.gather(s)
-            h = context.scatter(h, super().recursion(r, x, context, s))
-            if isinstance(context, OwnCache):
-                context.cache.advance(context.slots)  # its layers have written
-            return h
-        return h if context is None else super().recursion(r, h, context, s)
-
-    def init_cache(self, batch_size, max_len):
-        return Cache(self.cfg, self.loops_to_run, *self.cache_sizes(batch_size, max_len))
-
-    @torch.no_grad()
-    def end_step(self, logged):
-        """loss_free moves biases against f, which is logged over all processes."""
-        cfg = self.cfg
-        if cfg.router == "token" and cfg.balance == "loss_free":
-            f = torch.tensor([logged[f"depth{d}"] for d in range(1, cfg.n_loop + 1)])
-            excess = (f - 1 / cfg.n_loop).round(decimals=6)  # 0 if only rounding differs
-            self.balance_bias -= cfg.balance_rate * excess.sign().to(self.balance_bias)
-
-    def flops_per_token(self):
-        """As in model_gpt; a layer's count for the fraction of tokens that take it."""
-        cfg, attn, unread = self.cfg, self.blocks[0].attn, 0
-        routers = [p for name, p in self.named_parameters() if "router" in name]
-        flops = 6.0 * sum(p.numel() for p in [self.head.weight, *routers])
-        weights = self.block_weights() / cfg.n_stored
-        if cfg.kv == "share":  # keys that nobody reads after F_1: no backward pass
-            unread = 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
-        for r in range(1, cfg.n_loop + 1):
-            # first and last count with F_1: all tokens take them
-            n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)
-            read = weights - (unread if r > 1 else 0)
-            # of all tokens; by token choice: in balance
-            fraction = 1.0 if cfg.router == "none" else (cfg.n_loop - r + 1) / cfg.n_loop
-            keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
-            mixer = 12.0 * cfg.n_head * cfg.head_dim * visible_keys(keys)
-            flops += n_layer * fraction * (6.0 * read + mixer)
-        return flops
-
+# ---- conversion ----
 
 @torch.no_grad()
 def convert(model, weights):
