@@ -84,30 +84,16 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        token, R = self.router == "token", self.n_loop
-        functions = ("softmax", "sigmoid") if token else ("sigmoid", "tanh")
-        func = self.router_func = self.router_func or functions[0]
-        if func not in functions:
-            raise ValueError(f"router_func={func} must be one of: {', '.join(functions)}")
+        token = self.router == "token"
+        self.router_func = self.router_func or ("softmax" if token else "sigmoid")
         if self.z_loss == -1:
             self.z_loss = 1e-5 if token else 0.0
-        self.at_least(0, "n_mlp", "aux_weight", "balance_weight", "balance_rate", "z_loss",
-                      "exit_loop")
-        self.at_least(1, "n_loop")
-        if self.exit_loop > R:
-            raise ValueError(f"exit_loop={self.exit_loop} is more than n_loop={R}")
+        check(self)
         self.n_outside = 2 if self.share.startswith("middle") else 0  # first, last
-        self.n_stored, left = divmod(self.n_layer - self.n_outside, R)  # K
-        if self.n_stored < 1 or left:
-            fits = max(1, self.n_stored) * R + self.n_outside
-            raise ValueError(f"n_layer={self.n_layer} does not fit share={self.share} "
-                             f"with n_loop={R}: {fits} or {fits + R} would")
+        K = self.n_stored = (self.n_layer - self.n_outside) // self.n_loop
         # the inner layers' stored blocks: 0 1 | 0 1 | 0 1, sequence: 0 0 | 0 1 | 1 1
-        K, cycle = self.n_stored, self.share.endswith("cycle")
-        self.order = [i % K if cycle else i // R for i in range(R * K)]
-        if self.kv == "share" and not cycle:
-            raise ValueError("kv=share needs the same layers in all recursions: share=cycle "
-                             f"or middle_cycle, not {self.share}")
+        cycle = self.share.endswith("cycle")
+        self.order = [i % K if cycle else i // self.n_loop for i in range(self.n_loop * K)]
         self.n_mlp = self.n_mlp or mlp_width(self)
 
 
@@ -119,11 +105,11 @@ class Model(LanguageModel):
     runs_blocks_once = False
 
     def __init__(self, cfg):
-        K, R = cfg.n_stored, cfg.n_loop
+        R, n_outside = cfg.n_loop, cfg.n_outside // 2
         blocks = lambda n: nn.ModuleList(self.make_block(cfg, i) for i in range(n))
         routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
-        super().__init__(cfg, blocks(K))  # the shared ones
-        self.first, self.last = blocks(cfg.n_outside // 2), blocks(cfg.n_outside // 2)
+        super().__init__(cfg, blocks(cfg.n_stored))  # the shared ones
+        self.first, self.last = blocks(n_outside), blocks(n_outside)
         depths = [f"depth{d}" for d in range(1, R + 1)]
         if cfg.router == "expert":
             self.routers = routers()
@@ -134,11 +120,6 @@ class Model(LanguageModel):
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
             self.eval_metrics = [*depths, "maxvio"]
-        layers = [self.blocks[k] for k in cfg.order]
-        self.layers_of = [layers[i:i + K] for i in range(0, K * R, K)]  # by recursion
-        gates = {"softmax": nn.Softmax(-1), "sigmoid": nn.Sigmoid(), "tanh": nn.Tanh()}
-        self.gate = gates[cfg.router_func]
-        self.alpha = 1.0 if cfg.router_func == "softmax" else cfg.alpha
         self.cached_context_type = CachedTokens
         init_weights(self, cfg.n_layer)
 
@@ -155,12 +136,9 @@ class Model(LanguageModel):
         for block in self.first:
             h = block(h, -2, tokens)
         if cfg.router == "expert":
-            h, decisions = self.expert_choice(h, tokens, R, top_k)
-            *_, chosen = decisions
-            depth = chosen.sum(0)
+            h, depth, decisions = self.expert_choice(h, tokens, R, top_k)
         elif cfg.router == "token":
-            h, decisions = self.token_choice(h, tokens, R)
-            *_, depth = decisions
+            h, depth, decisions = self.token_choice(h, tokens, R)
         else:
             depth, decisions = tokens.kept * R, None
             for r in range(1, R + 1):
@@ -189,19 +167,20 @@ class Model(LanguageModel):
             h = self.recursion(r, h, tokens.subset(r, chosen, k_r), s)
             decisions.append((s, decides, active, chosen))
             active = chosen
-        return h, [torch.stack(x) for x in zip(*decisions)]  # (R, B, T) each
+        s, decides, active, chosen = map(torch.stack, zip(*decisions))  # (R, B, T) each
+        return h, chosen.sum(0), (s, decides, active, chosen)
 
     def token_choice(self, h1, tokens, R):
         """h_1 (B, T, C) -> h after at most R recursions, and what token_loss takes."""
         h, (scores, p, depth) = h1, self.choose_depth(h1, R)
         for r in range(1, R + 1):
             h = self.recursion(r, h, tokens.subset(r, tokens.kept & (depth >= r)))
-        return self.exit(h1, h, p, depth), (scores, p, depth)
+        return self.exit(h1, h, p, depth), depth, (scores, p, depth)
 
     def choose_depth(self, h1, most):
         """h_1 (..., C) -> scores and p (..., R), depths (...) from 1 to `most`."""
         scores = self.router(h1)
-        p = self.alpha * self.gate(scores)
+        p = self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)  # i
         return scores, p, depth.clamp(max=most)  # (2.2) has the p of where it exits
 
@@ -210,22 +189,26 @@ class Model(LanguageModel):
 
     def recursion(self, r, h, context, s=None):
         """h (B, T, C) -> h in which context.kept have become F_r(h) or, given scores
-        s (B, T), h + alpha gate(s) F_r(h). The fast path: Gathered tokens run alone. No
+        s (B, T), h + alpha gate(s) F_r(h). The fast path: GatheredSubset tokens run alone. No
         context: nobody goes on."""
         if context is None:
             return h
-        gathered, all_h = isinstance(context, Gathered), h
+        gathered, K, old = isinstance(context, GatheredSubset), self.cfg.n_stored, h
         if gathered:
-            h, s = context.gather(h), s if s is None else context.gather(s)
-        new = h
-        for layer, block in enumerate(self.layers_of[r - 1], (r - 1) * self.cfg.n_stored):
-            new = block(new, layer, context)  # F_r(h)
+            old, s = context.gather(h), s if s is None else context.gather(s)
+        new = old
+        for layer in range((r - 1) * K, r * K):
+            new = self.blocks[self.cfg.order[layer]](new, layer, context)  # F_r(h)
         if s is not None:
-            new = h + (self.alpha * self.gate(s)[..., None] * new).to(h.dtype)  # (2.1)
-        new = torch.where(context.kept[..., None], new, h)
-        if isinstance(context, OwnCache):
-            context.cache.advance(context.slots)  # its layers have written
-        return context.scatter(all_h, new) if gathered else new
+            new = old + (self.gate(s)[..., None] * new).to(old.dtype)  # (2.1)
+        new = torch.where(context.kept[..., None], new, old)
+        return context.scatter(h, new) if gathered else new
+
+    def gate(self, s):
+        """softmax(s), alpha sigmoid(s) or alpha tanh(s)."""
+        if self.cfg.router_func == "softmax":
+            return s.softmax(-1)
+        return self.cfg.alpha * getattr(torch, self.cfg.router_func)(s)
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """As in every model. aux also has tokens by depth, and the router's metrics."""
@@ -237,39 +220,37 @@ class Model(LanguageModel):
         ce = cross_entropy(logits, targets)
         f = torch.stack([(depth == d).float().mean() for d in range(1, cfg.n_loop + 1)])
         aux = {"ce": ce, **{f"depth{d}": fraction for d, fraction in enumerate(f, 1)}}
-        if cfg.router == "token":
-            added, aux["balance"] = self.token_loss(*decisions)
-            aux["maxvio"] = cfg.n_loop * f.max() - 1  # (most - mean) / mean
-            _, p, _ = decisions
-            p = F.normalize(p, 1, -1).mean((0, 1))  # now sigmoids, too, sum to 1
-            aux["entropy"] = torch.special.entr(p).sum()
-        else:
-            if not self.training:  # top k's choices are the labels
-                h_top, _, decisions = self.states(idx, top_k=True)
-                aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
-            added, aux["aux"] = self.expert_loss(*decisions)
-            _, decides, active, chosen = [x[1:] for x in decisions]  # F_1 takes all
-            right = active & ((decides >= 0) == chosen)  # decoding would decide as top k did
-            aux["router_accuracy"] = right.sum() / active.sum().clamp(min=1)
+        if cfg.router == "expert" and not self.training:  # top k's choices are the labels
+            h_top, _, decisions = self.states(idx, top_k=True)
+            aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
+        router_loss = self.expert_loss if cfg.router == "expert" else self.token_loss
+        added, more = router_loss(*decisions)
         loss = ce + added if self.training else ce
-        return logits, loss, {name: x.detach() for name, x in aux.items()}
+        return logits, loss, {name: x.detach() for name, x in {**aux, **more}.items()}
 
     def expert_loss(self, s, decides, active, chosen):
-        """What is added to the loss, and its BCE: means over the tokens that competed
+        """What is added to the loss, and aux: means over the tokens that competed
         (active), summed over recursions. decides: the scores that decide in decoding."""
         mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))  # (R,)
         bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
         bce, z = mean(bce).sum(), mean(s ** 2).sum()  # of one score, logsumexp(s) = s
-        return self.cfg.aux_weight * bce + self.cfg.z_loss * z, bce
+        decides, active, chosen = decides[1:], active[1:], chosen[1:]  # F_1 takes all
+        right = active & ((decides >= 0) == chosen)  # decoding would decide as top k did
+        accuracy = right.sum() / active.sum().clamp(min=1)
+        added = self.cfg.aux_weight * bce + self.cfg.z_loss * z
+        return added, {"aux": bce, "router_accuracy": accuracy}
 
     def token_loss(self, scores, p, depth):
-        """What is added to the loss, and the balance loss in it."""
+        """What is added to the loss, and aux."""
         cfg, R = self.cfg, self.cfg.n_loop
         f = F.one_hot(depth - 1, R).to(p).mean((0, 1))  # (R,)
         balance = R * (f * p.mean((0, 1))).sum()
         weight = cfg.balance_weight if cfg.balance == "loss" else 0.0
         z = scores.logsumexp(-1).square().mean()
-        return weight * balance + cfg.z_loss * z, balance
+        p = F.normalize(p, 1, -1).mean((0, 1))  # now sigmoids, too, sum to 1
+        return weight * balance + cfg.z_loss * z, {
+            "balance": balance, "maxvio": R * f.max() - 1,  # (most - mean) / mean
+            "entropy": torch.special.entr(p).sum()}
 
     def hidden(self, idx, context=None):
         return self.states(idx, self.training and context is None, context)[0]
@@ -353,11 +334,11 @@ class AllTokens(Context):
         if r == 1 or self.cfg.router == "none" and self.cfg.kv == "recursion":
             return self  # all tokens, with keys of their own
         if self.cfg.router == "none" or not self.cfg.fast:
-            return Subset(self, chosen)
-        return Gathered(self, chosen, n)
+            return MaskedSubset(self, chosen)
+        return GatheredSubset(self, chosen, n)
 
 
-class Subset:
+class MaskedSubset:
     """The context of F_2 ..: all tokens run, results of the chosen (B, T) are kept."""
 
     def __init__(self, tokens, chosen):
@@ -379,9 +360,9 @@ class Subset:
 
 # ---- the fast path ----
 
-class Gathered(Subset):
+class GatheredSubset(MaskedSubset):
     """The chosen run alone, packed to the left. In a row of fewer than n others fill up, and
-    are not kept. (Subset runs all and keeps the chosen.) Two rows, x the chosen, n = 3:
+    are not kept. (MaskedSubset runs all and keeps the chosen.) Two rows, x the chosen, n = 3:
 
         tokens  0 1 2 3    chosen  . x . x    index  1 3 0
                 4 5 6 7            x x x .           4 5 6
@@ -437,20 +418,18 @@ class CachedTokens(Cached, AllTokens):
         if not self.cache.static and not chosen.any():
             return None
         if self.cfg.kv == "share":
-            return Gathered(self, chosen)
-        return OwnCache(self, chosen, self.cache.later[r - 2])
+            return GatheredSubset(self, chosen)
+        return CachedSubset(self, chosen, self.cache.later[r - 2])
 
 
-class OwnCache(Gathered):
+class CachedSubset(GatheredSubset):
     """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot after
-    slot without gaps. Model.recursion counts them once its layers have written."""
+    slot without gaps."""
 
     def __init__(self, tokens, chosen, cache):
         super().__init__(tokens, chosen)
-        self.cache, n_new = cache, chosen.sum(1)
-        if not cache.static and int((cache.lengths + n_new).max()) > cache.max_len:
-            grow(cache, tokens.cache.max_len)
-        self.slots = cache.place(self.kept.size(1), n_new)
+        self.cache = cache
+        self.slots = cache.place(self.kept.size(1), chosen.sum(1))
         # slots are in order of positions, so the causal mask compares slots
         slots = torch.arange(self.slots.end, device=chosen.device)
         self.bias = attention_bias(self.slots.pos, slots)
@@ -458,28 +437,47 @@ class OwnCache(Gathered):
     def extend(self, layer, k, v):
         return self.cache.write(layer % self.cfg.n_stored, k, v, self.slots)
 
+    def scatter(self, x, new):
+        """As above. All layers have written, so that the new tokens count."""
+        self.cache.advance(self.slots)
+        return super().scatter(x, new)
 
-def grow(cache, max_len):
-    """Make room in a KVCache for max_len tokens a row."""
-    more = 0, 0, 0, max_len + 1 - cache.max_len  # the last slot is padding's
-    with torch.inference_mode(False):  # as in KVCache
-        for buffers in (cache.k, cache.v):
-            buffers[:] = [F.pad(x[:, :, :-1], more) for x in buffers]
-    cache.max_len = max_len
+
+class GrowingCache(KVCache):
+    """A KVCache that grows to `most` tokens a row where it would be full."""
+
+    def __init__(self, most, *sizes):
+        super().__init__(*sizes)
+        self.most = most
+
+    def check_room(self, T, n_new):
+        if int((self.lengths + n_new).max()) > self.max_len:
+            self.grow()
+
+    def begin_static(self):
+        super().begin_static()
+        self.grow()  # no size may depend on data
+
+    def grow(self):
+        if self.max_len < self.most:
+            more = 0, 0, 0, self.most + 1 - self.max_len  # the last slot is padding's
+            with torch.inference_mode(False):  # as in KVCache
+                for buffers in (self.k, self.v):
+                    buffers[:] = [F.pad(x[:, :, :-1], more) for x in buffers]
+            self.max_len = self.most
 
 
 class Cache(KVCache):
     """Of all tokens: outside, in F_1 and, with router=none and kv=recursion, in the later ones.
     later[r - 2]: of the tokens in F_r, with room for as many as expected."""
 
-    def __init__(self, cfg, n_run, batch_size, max_len, device, dtype):
-        own = cfg.kv == "recursion"  # F_2 .. F_{n_run} have keys of their own
+    def __init__(self, cfg, n_run, batch_size, max_len, *device_and_dtype):
+        R, K, own = cfg.n_loop, cfg.n_stored, cfg.kv == "recursion"
         n_whole = n_run if own and cfg.router == "none" else 1
-        n_layer = cfg.n_stored * n_whole + cfg.n_outside
-        super().__init__(cfg, batch_size, max_len, device, dtype, n_layer)
+        super().__init__(cfg, batch_size, max_len, *device_and_dtype, K * n_whole + cfg.n_outside)
         later = range(2, n_run + 1) if own and cfg.router != "none" else ()
-        sizes = [max(1, max_len * (cfg.n_loop - r + 1) // cfg.n_loop) for r in later]  # k_r
-        self.later = [KVCache(cfg, batch_size, size, device, dtype, cfg.n_stored)
+        sizes = [max(1, max_len * (R - r + 1) // R) for r in later]  # k_r
+        self.later = [GrowingCache(max_len, cfg, batch_size, size, *device_and_dtype, K)
                       for size in sizes]
 
     def nbytes(self):
@@ -494,8 +492,6 @@ class Cache(KVCache):
         super().begin_static()
         for cache in self.later:
             cache.begin_static()
-            if cache.max_len < self.max_len:  # no size may depend on data
-                grow(cache, self.max_len)
 
     def end_static(self, T, ragged):
         super().end_static(T, ragged)
@@ -533,3 +529,25 @@ def layers_for_shared(cfg):
            "lower": inner[:K], "upper": inner[-K:],
            "random": [inner[i] for i in torch.randperm(len(inner))[:K]]}
     return [[layer] for layer in one[cfg.init]]
+
+
+# ---- what a Config must be ----
+
+def check(cfg):
+    """Raise ValueError, naming the field, where a value is impossible."""
+    R, n_outside = cfg.n_loop, 2 if cfg.share.startswith("middle") else 0
+    functions = ("softmax", "sigmoid") if cfg.router == "token" else ("sigmoid", "tanh")
+    if cfg.router_func not in functions:
+        raise ValueError(f"router_func={cfg.router_func} must be one of: {', '.join(functions)}")
+    cfg.at_least(0, "n_mlp", "aux_weight", "balance_weight", "balance_rate", "z_loss", "exit_loop")
+    cfg.at_least(1, "n_loop")
+    if cfg.exit_loop > R:
+        raise ValueError(f"exit_loop={cfg.exit_loop} is more than n_loop={R}")
+    n_stored, left = divmod(cfg.n_layer - n_outside, R)
+    if n_stored < 1 or left:
+        fits = max(1, n_stored) * R + n_outside
+        raise ValueError(f"n_layer={cfg.n_layer} does not fit share={cfg.share} "
+                         f"with n_loop={R}: {fits} or {fits + R} would")
+    if cfg.kv == "share" and not cfg.share.endswith("cycle"):
+        raise ValueError("kv=share needs the same layers in all recursions: share=cycle "
+                         f"or middle_cycle, not {cfg.share}")
