@@ -48,6 +48,7 @@ class Slots:
     end: int                     # S: slots 0 .. S - 1 are read, some may be empty
     n_new: torch.Tensor          # (B,): how many of each row are real
     at: torch.Tensor = None      # (B, T): their slots (None: the same as pos, in all rows)
+    rows: torch.Tensor = None    # (B, 1): the rows of the cache that they are in (None where at is)
 
 
 class KVCache:
@@ -66,6 +67,7 @@ class KVCache:
             self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_layer)]
             self.v = [torch.zeros_like(k) for k in self.k]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
+            self.rows = torch.arange(batch_size, device=device)[:, None]
         self.max_len, self.dtype, self.longest, self.ragged = max_len, dtype, 0, False
 
     def buffers(self):
@@ -101,7 +103,7 @@ class KVCache:
         at = torch.where(offset < n_new[:, None], pos, self.max_len)
         # pos is clamped, so that padding, too, has a key in its window. A softmax over no key would
         # be NaN, which a caller's sums could meet.
-        return Slots(pos.clamp(max=end - 1), end, n_new, at)
+        return Slots(pos.clamp(max=end - 1), end, n_new, at, self.rows)
 
     def check_room(self, T, n_new):
         """Raise ValueError if the real ones, n_new (B,), of T tokens a row do not fit. The host
@@ -117,9 +119,8 @@ class KVCache:
             if slots.at is None:
                 buffer[:, :, slots.end - new.size(2):slots.end] = new
             else:
-                rows = torch.arange(len(k), device=k.device)[:, None]
                 new = new.transpose(1, 2).to(buffer.dtype)
-                buffer[rows, :, slots.at] = new      # torch indexes to (B, T, G, D)
+                buffer[slots.rows, :, slots.at] = new      # torch indexes to (B, T, G, D)
         return [x[layer][:, :, :slots.end].to(k.dtype) for x in (self.k, self.v)]
 
     def advance(self, slots):

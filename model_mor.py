@@ -42,7 +42,7 @@ tokens of the fullest row. Recursions count from 1, layers and stored blocks fro
 Paper: Bae et al. 2025 (2507.10524); github.com/raymin0223/mixture_of_recursions.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -107,14 +107,13 @@ class Model(LanguageModel):
     def __init__(self, cfg):
         R, n_outside = cfg.n_loop, cfg.n_outside // 2
         blocks = lambda n: nn.ModuleList(self.make_block(cfg, i) for i in range(n))
-        routers = lambda: nn.ModuleList(Router(cfg, 1) for _ in range(R))
         super().__init__(cfg, blocks(cfg.n_stored))  # the shared ones
         self.first, self.last = blocks(n_outside), blocks(n_outside)
         depths = [f"depth{d}" for d in range(1, R + 1)]
         if cfg.router == "expert":
-            self.routers = routers()
+            self.routers = nn.ModuleList(Router(cfg, 1) for _ in range(R))
             if cfg.causal == "aux_router":
-                self.aux_routers = routers()
+                self.aux_routers = nn.ModuleList(Router(cfg, 1) for _ in range(R))
             self.eval_metrics = ["ce_topk", "router_accuracy", *depths]  # beside ce
         elif cfg.router == "token":
             self.router = Router(cfg, R)
@@ -342,13 +341,12 @@ class MaskedSubset:
     """The context of F_2 ..: all tokens run, results of the chosen (B, T) are kept."""
 
     def __init__(self, tokens, chosen):
-        self.cfg, self.tokens = tokens.cfg, tokens
-        self.kept = chosen  # A_r
+        self.cfg, self.tokens, self.kept = tokens.cfg, tokens, chosen  # A_r
         self.rope, self.bias = tokens.rope, tokens.bias
         if self.cfg.kv == "recursion":
             distance = tokens.pos[:, :, None] - tokens.pos[:, None]  # (1, T, T)
-            visible = (distance > 0) & chosen[:, None]
-            visible = visible | (distance == 0)  # itself: no empty softmax
+            # itself, too, so that no softmax is over nothing
+            visible = (distance > 0) & chosen[:, None] | (distance == 0)
             self.bias = torch.where(visible, 0.0, -math.inf)[:, None]  # (B, 1, T, T)
 
     def extend(self, layer, k, v):
@@ -360,7 +358,7 @@ class MaskedSubset:
 
 # ---- the fast path ----
 
-class GatheredSubset(MaskedSubset):
+class GatheredSubset:
     """The chosen run alone, packed to the left. In a row of fewer than n others fill up, and
     are not kept. (MaskedSubset runs all and keeps the chosen.) Two rows, x the chosen, n = 3:
 
@@ -369,23 +367,31 @@ class GatheredSubset(MaskedSubset):
 
     index (B, n) counts all B T = 8 tokens."""
 
-    def __init__(self, tokens, chosen, n=None):
-        self.cfg, self.tokens = tokens.cfg, tokens
+    def __init__(self, tokens, chosen, n=None, rows=None):
+        self.cfg, self.tokens, self.rows = tokens.cfg, tokens, rows
         (B, T), device = chosen.shape, chosen.device
         if n is None:  # compiled, no size may depend on data: all are computed
             static = T == 1 or torch.compiler.is_compiling()
             n = T if static else max(1, int(chosen.sum(1).max()))
         column = torch.arange(T, device=device)
-        first = torch.where(chosen, column, T + column).topk(n, 1, largest=False).indices
-        row = torch.arange(B, device=device)[:, None]
-        self.index = T * row + first  # (B, n)
+        row = torch.arange(B, device=device) if rows is None else rows  # (N,)
+        first = torch.where(chosen[row], column, T + column).topk(n, 1, largest=False).indices
+        self.index = T * row[:, None] + first  # (N, n)
         self.kept = self.gather(chosen)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]  # (B, 1, n, D / 2)
         self.bias = None  # causal: the others, to the right of all chosen, are hidden too
         if self.cfg.kv == "share":
-            pos = self.gather(tokens.pos.expand(B, T))
-            self.bias = attention_bias(pos, tokens.k_pos)
+            self.bias = attention_bias(self.gather(tokens.pos.expand(B, T)), tokens.k_pos)
+
+    def extend(self, layer, k, v):
+        if self.cfg.kv == "recursion":
+            return k, v
+        return [self.select(x) for x in self.tokens.shared_kv[layer % self.cfg.n_stored]]  # F_1's
+
+    def select(self, x):
+        """x (B, ...) -> (N, ...)."""
+        return x if self.rows is None else x.index_select(0, self.rows)
 
     def gather(self, x):
         """x (B, T, ...) -> (B, n, ...)."""
@@ -417,25 +423,30 @@ class CachedTokens(Cached, AllTokens):
             return super().subset(r, chosen)
         if not self.cache.static and not chosen.any():
             return None
+        rows, some = None, chosen.any(1)
+        # most rows run as they are, because copying a row's keys takes as long as attending to them
+        if not self.cache.static and 3 * some.sum() <= 2 * len(some):
+            rows = some.nonzero()[:, 0]  # (N,)
         if self.cfg.kv == "share":
-            return GatheredSubset(self, chosen)
-        return CachedSubset(self, chosen, self.cache.later[r - 2])
+            return GatheredSubset(self, chosen, rows=rows)
+        return CachedSubset(self, chosen, rows, self.cache.later[r - 2])
 
 
 class CachedSubset(GatheredSubset):
     """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot after
     slot without gaps."""
 
-    def __init__(self, tokens, chosen, cache):
-        super().__init__(tokens, chosen)
-        self.cache = cache
-        self.slots = cache.place(self.kept.size(1), chosen.sum(1))
+    def __init__(self, tokens, chosen, rows, cache):
+        super().__init__(tokens, chosen, rows=rows)
+        self.cache, slots = cache, cache.place(self.index.size(1), chosen.sum(1))
+        pos, at, its_rows = map(self.select, (slots.pos, slots.at, slots.rows))
+        self.slots = replace(slots, pos=pos, at=at, rows=its_rows)
         # slots are in order of positions, so the causal mask compares slots
-        slots = torch.arange(self.slots.end, device=chosen.device)
-        self.bias = attention_bias(self.slots.pos, slots)
+        self.bias = attention_bias(pos, torch.arange(slots.end, device=pos.device))
 
     def extend(self, layer, k, v):
-        return self.cache.write(layer % self.cfg.n_stored, k, v, self.slots)
+        kv = self.cache.write(layer % self.cfg.n_stored, k, v, self.slots)
+        return [self.select(x) for x in kv]
 
     def scatter(self, x, new):
         """As above. All layers have written, so that the new tokens count."""

@@ -207,6 +207,27 @@ def test_a_cache_has_room_for_as_many_tokens_as_are_expected(router):
     assert [later.max_len for later in cache.later] == [30, 30]
 
 
+@pytest.mark.parametrize("sizes", [dict(), dict(kv="share"), dict(router="token")], ids=str)
+def test_a_decoding_step_runs_the_rows_that_go_on(sizes):
+    """All rows, where more than two thirds go on, as copying their keys would not pay, and in static calls."""
+    model, x, B, ran = mor(**sizes), tokens(6, 30), 6, []
+    depth = model.states(x, top_k=False)[1]
+    model.blocks[0].register_forward_pre_hook(lambda block, args: ran.append(args[0].shape[:2]))
+    for static in False, True:
+        cache, found = model.init_cache(B, 30), set()
+        model(x[:, :5], cache=cache)
+        if static:
+            cache.begin_static()
+        for t in range(5, 30):
+            ran.clear()
+            model(x[:, t:t + 1], cache=cache)
+            go_on = [int((depth[:, t] >= r).sum()) for r in (2, 3)]
+            want = [B] + [n if n <= 4 else B for n in go_on if n]
+            assert ran == [(n, 1) for n in ([B] * 3 if static else want)]
+            found |= {*want}
+        assert len(found) > 3, "rows are all that go on, or none"
+
+
 # (share, layers, recursions, init, the source's layers): those that each stored block is the mean of
 ORIGINS = {("middle_cycle", 8, 3, "average", 8): [[1, 3, 5], [2, 4, 6]], ("middle_cycle", 8, 3, "upper", 8): [[5], [6]],
            ("middle_cycle", 8, 3, "lower", 15): [[2], [4]], ("middle_sequence", 8, 3, "average", 8): [[1, 2, 3], [4, 5, 6]],
