@@ -43,12 +43,13 @@ import torch
 
 @dataclass
 class Slots:
-    """The slots of a KVCache that the T new tokens of a call take."""
+    """The slots of a KVCache that the T new tokens of a call take. A model may run some of the rows
+    alone, with their part of pos, at and rows (model_mor.py does)."""
     pos: torch.Tensor            # (1, T) or (B, T): their positions
     end: int                     # S: slots 0 .. S - 1 are read, some may be empty
     n_new: torch.Tensor          # (B,): how many of each row are real
     at: torch.Tensor = None      # (B, T): their slots (None: the same as pos, in all rows)
-    rows: torch.Tensor = None    # (B, 1): the rows of the cache that they are in (None where at is)
+    rows: torch.Tensor = None    # (B, 1): their rows, 0 .. B - 1 (None where at is None)
 
 
 class KVCache:
@@ -120,7 +121,7 @@ class KVCache:
                 buffer[:, :, slots.end - new.size(2):slots.end] = new
             else:
                 new = new.transpose(1, 2).to(buffer.dtype)
-                buffer[slots.rows, :, slots.at] = new      # torch indexes to (B, T, G, D)
+                buffer[slots.rows, :, slots.at] = new  # torch indexes to (B, T, G, D)
         return [x[layer][:, :, :slots.end].to(k.dtype) for x in (self.k, self.v)]
 
     def advance(self, slots):

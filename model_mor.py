@@ -1,45 +1,62 @@
 """
-Mixture-of-Recursions (MoR): tied layers in loops; each token takes as many as it needs.
+Mixture-of-Recursions (MoR): tied layers in loops, of which each token takes as many as it needs.
 
-R = n_loop recursions F_1 .. F_R of K layers each share K blocks. A router, linear in a
-token's state h, sends easy tokens through few recursions and hard ones through many. A
-first and a last layer stand outside, for all tokens.
-
-router=expert (Section 2.2.1): recursion r chooses its tokens A_r among A_{r-1} by a
-score s = w_r . h, in each sequence. A_0 is all tokens and, as k_1 = T, A_1 too.
-    A_r = the k_r of A_{r-1} with the highest s,   k_r = max(1, floor(T (R-r+1) / R))
-    h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])     (2.1)
-F_r has residuals, F_r(h) = h + .., so that h counts twice.
-
-router=token: each token chooses its depth i once, from its state h_1 before F_1.
-    p = softmax(W h_1),   i = argmax p
-    h <- h_1 + p_i F_i(.. F_1(h_1))                     (2.2)
-The loss balance_weight R sum_i f_i mean(p_i), f_i the fraction of tokens with depth i,
-keeps depths in balance. loss_free: a bias b in argmax(p + b) moves against f.
+R = n_loop recursions F_1 .. F_R of K layers each share K stored blocks. A router, which is linear
+in a token's state h, sends easy tokens through few recursions and hard ones through many. A first
+and a last layer stand outside, and all tokens take them. Here, with R = 3, token a takes three
+recursions, b two and c one:
 
     first -> F_1 (all) -> F_2 (2/3) -> F_3 (1/3) -> last
       a         a            a            a           a
       b         b            b            .           b
       c         c            .            .           c
-R = 3: token c takes one recursion, b two and a three.
 
-Decoding. Top k depends on later tokens, so expert choice decodes by s >= 0, from r = 2 on.
-The loss aux_weight BCE(s, was it chosen), for r = 1 too as in the authors' code, teaches
-that to s or, with causal=aux_router, to a second router on detached states. In eval mode
-"ce" is of decoding, "ce_topk" of top k.
+router=expert (Section 2.2.1): a recursion chooses its tokens. In each sequence of T tokens,
+recursion r gives a score s to each token of A_{r-1}, and A_r are the k_r of them with the highest
+scores. A_0 are all tokens, and so is A_1, because k_1 = T.
 
-Keys and values (Section 2.2.2). kv=recursion: chosen tokens attend to those that take
-the same recursion. kv=share: to all tokens, by their keys in F_1.
+    s = w_r . h
+    k_r = max(1, floor(T (R - r + 1) / R))
+    h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])            (2.1)
 
-Departures. Token choice gates once, and its z-loss weighs 1e-5, as in the authors' code
-(paper: at every step, 1e-3). Attention is tied, as in the paper (and in that code since
-commit 82c97f2). Weights start as model_gpt's. With kv=share, F_2 .. F_R make keys that
-nobody reads, 1 % of a step. Left out: random routers, shared keys with updates, the
-capacity warm-up (off in that code).
+F_r has residual connections of its own, F_r(h) = h + .., so that h has weight 1 + alpha sigmoid(s)
+in the sum.
 
-Shapes: B batch, T new tokens, S keys, C width, G key/value heads, D head size, n chosen
-tokens of the fullest row. Recursions count from 1, layers and stored blocks from 0.
-Paper: Bae et al. 2025 (2507.10524); github.com/raymin0223/mixture_of_recursions.
+Training looks ahead, because a token's place among the top k depends on the scores of later
+tokens, and in eval mode "ce_topk" is the loss with these choices. Decoding may not look ahead, so
+that a token of A_{r-1} takes recursion r >= 2 where s >= 0, and in eval mode "ce" is the loss with
+those choices.
+
+An auxiliary loss teaches s to be positive where top k chooses: aux_weight BCE(s, was the token
+chosen), for r = 1 too, as in the authors' code. If causal=aux_router, a second router on detached
+states learns this instead of s, and its scores decide in decoding.
+
+router=token: a token chooses its depth i, once, from its state h_1 before F_1.
+
+    p = softmax(W h_1),   i = argmax p
+    h <- h_1 + p_i F_i(.. F_1(h_1))                            (2.2)
+
+A loss keeps the depths in balance: balance_weight R sum_i f_i mean(p_i), where f_i is the fraction
+of tokens with depth i. If balance=loss_free, a bias b does this instead: i = argmax(p + b), and
+each step of training moves b against f.
+
+Keys and values (Section 2.2.2). If kv=recursion, a token attends to the tokens that take the same
+recursion. If kv=share, a token attends to all tokens, by their keys and values in F_1. In both
+cases these are earlier tokens and the token itself.
+
+This file differs from the paper or from the authors' code:
+- Gate. In token choice p enters once, as in their code. In the paper it enters at every step.
+- z-loss. In token choice its weight is 1e-5, as in their code. The paper has 1e-3.
+- Attention is tied, too, as in the paper, and in their code since commit 82c97f2.
+- Weights start as model_gpt's.
+- kv=share. F_2 .. F_R make keys and values that nobody reads, which takes 1 % of a step.
+- Left out are random routers, shared keys with updates, and the capacity warm-up (which is off in
+  their code).
+
+Letters, beside model_gpt's: n chosen tokens of the fullest row, m rows that run. Recursions count
+from 1, layers and stored blocks from 0.
+
+Paper: Bae et al. 2025 (2507.10524). Their code: github.com/raymin0223/mixture_of_recursions.
 """
 import math
 from dataclasses import dataclass, replace
@@ -89,9 +106,9 @@ class Config(BaseConfig):
         if self.z_loss == -1:
             self.z_loss = 1e-5 if token else 0.0
         check(self)
-        self.n_outside = 2 if self.share.startswith("middle") else 0  # first, last
+        self.n_outside = 2 if self.share.startswith("middle") else 0  # the first and the last layer
         K = self.n_stored = (self.n_layer - self.n_outside) // self.n_loop
-        # the inner layers' stored blocks: 0 1 | 0 1 | 0 1, sequence: 0 0 | 0 1 | 1 1
+        # order[layer] is the stored block of an inner layer, see Model
         cycle = self.share.endswith("cycle")
         self.order = [i % K if cycle else i // self.n_loop for i in range(self.n_loop * K)]
         self.n_mlp = self.n_mlp or mlp_width(self)
@@ -100,8 +117,22 @@ class Config(BaseConfig):
 # ---- the method: which tokens take which recursion ----
 
 class Model(LanguageModel):
-    """tokens: the context of a call, tokens.subset gives that of a recursion; context.kept marks
-    those that change, tokens.kept is A_0."""
+    """The language model. A block is called as block(h, layer, context), where layer is the number
+    of the unrolled layer. For K = 2 and R = 3 these are the layers, the blocks that they use (0 and
+    1 of model.blocks), and the numbers of their keys in a cache:
+
+                                 first |   F_1  |   F_2  |   F_3  | last
+        layer                     -2   |  0  1  |  2  3  |  4  5  |  -1
+        block, middle_cycle     first[0]  0  1     0  1     0  1    last[0]
+        block, middle_sequence  first[0]  0  0     0  1     1  1    last[0]
+        cache.k                   -2      0  1                      -1
+        cache.later[0].k                           0  1
+        cache.later[1].k                                    0  1
+
+    -2 and -1 are a list's last two. layer % K is the number of a layer in its recursion. There is
+    no first and no last layer with share=cycle and share=sequence. All tokens take all recursions
+    with router=none: cache.k then has the layers 0 .. 5. Later recursions have no keys of their own
+    with kv=share, because they read what F_1 has written."""
     runs_blocks_once = False
 
     def __init__(self, cfg):
@@ -114,21 +145,22 @@ class Model(LanguageModel):
             self.routers = nn.ModuleList(Router(cfg, 1) for _ in range(R))
             if cfg.causal == "aux_router":
                 self.aux_routers = nn.ModuleList(Router(cfg, 1) for _ in range(R))
-            self.eval_metrics = ["ce_topk", "router_accuracy", *depths]  # beside ce
+            self.eval_metrics = ["ce_topk", "router_accuracy", *depths]    # beside "ce"
         elif cfg.router == "token":
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
             self.eval_metrics = [*depths, "maxvio"]
-        self.cached_context_type = CachedTokens
+        self.cached_context_type = CachedTokens     # for LanguageModel.decode
         init_weights(self, cfg.n_layer)
 
     def make_block(self, cfg, number):
-        """A shared, first or last block, called as block(h, layer, context)."""
+        """Return a shared, first or last block."""
         return Block(cfg)
 
     def states(self, idx, top_k, context=None):
-        """idx (B, T) -> final states (B, T, C), recursions taken (B, T), and what the loss of
-        the router takes. top_k: expert choice as in training, else as in decoding."""
+        """idx (B, T) -> the states after the final norm (B, T, C), the number of recursions that
+        each token took (B, T), and what expert_loss or token_loss takes. top_k says whether expert
+        choice decides as in training or as in decoding. context: see LanguageModel.hidden."""
         cfg, h = self.cfg, self.drop(self.wte(idx))
         R = cfg.n_loop if self.training and context is None else self.loops_to_run
         tokens = context or AllTokens(cfg, h)
@@ -147,70 +179,78 @@ class Model(LanguageModel):
         return self.norm(h), depth, decisions
 
     def expert_choice(self, h, tokens, R, top_k):
-        """h (B, T, C) -> h after R recursions, and what expert_loss takes. top_k=False:
-        choose as in decoding."""
+        """h (B, T, C) -> h after R recursions, depths (B, T), and what expert_loss takes. tokens is
+        the context of the call, and tokens.subset returns that of a recursion. s are the scores,
+        and decides are the scores that decide in decoding."""
         T, n_loop = h.size(1), self.cfg.n_loop
-        active, decisions = tokens.kept, []  # A_0
+        active, decisions = tokens.kept, []                         # A_0: (B, T)
         for r in range(1, R + 1):
-            s = decides = self.routers[r - 1](h)[..., 0]  # w_r . h, (B, T)
+            s = decides = self.routers[r - 1](h)[..., 0]            # w_r . h: (B, T)
             if self.cfg.causal == "aux_router":
                 decides = self.aux_routers[r - 1](h.detach())[..., 0]
             k_r = max(1, T * (n_loop - r + 1) // n_loop) if top_k else None
             if r == 1:
-                chosen = active  # A_1
+                chosen = active                                     # A_1
             elif top_k:
                 top = s.masked_fill(~active, -math.inf).topk(k_r, 1).indices
-                chosen = torch.zeros_like(active).scatter(1, top, True)  # A_r
+                chosen = torch.zeros_like(active).scatter(1, top, True)       # A_r
             else:
-                chosen = active & (decides >= 0)  # decoding
+                chosen = active & (decides >= 0)                    # A_r in decoding
             h = self.recursion(r, h, tokens.subset(r, chosen, k_r), s)
             decisions.append((s, decides, active, chosen))
             active = chosen
-        s, decides, active, chosen = map(torch.stack, zip(*decisions))  # (R, B, T) each
+        s, decides, active, chosen = map(torch.stack, zip(*decisions))      # (R, B, T) each
         return h, chosen.sum(0), (s, decides, active, chosen)
 
     def token_choice(self, h1, tokens, R):
-        """h_1 (B, T, C) -> h after at most R recursions, and what token_loss takes."""
+        """h_1 (B, T, C) -> h after R recursions at most, depths (B, T), and what token_loss
+        takes."""
         h, (scores, p, depth) = h1, self.choose_depth(h1, R)
         for r in range(1, R + 1):
             h = self.recursion(r, h, tokens.subset(r, tokens.kept & (depth >= r)))
         return self.exit(h1, h, p, depth), depth, (scores, p, depth)
 
     def choose_depth(self, h1, most):
-        """h_1 (..., C) -> scores and p (..., R), depths (...) from 1 to `most`."""
+        """h_1 (..., C) -> scores and p (..., R), depths (...) from 1 to `most`. A token that is
+        stopped at `most` has the p of that depth in (2.2)."""
         scores = self.router(h1)
         p = self.gate(scores)
-        depth = 1 + (p + self.balance_bias).argmax(-1)  # i
-        return scores, p, depth.clamp(max=most)  # (2.2) has the p of where it exits
+        depth = 1 + (p + self.balance_bias).argmax(-1)                     # i: (...)
+        return scores, p, depth.clamp(max=most)
 
     def exit(self, h1, h, p, depth):
-        return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)  # (2.2)
+        return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)    # (2.2)
 
     def recursion(self, r, h, context, s=None):
-        """h (B, T, C) -> h in which context.kept have become F_r(h) or, given scores
-        s (B, T), h + alpha gate(s) F_r(h). The fast path: GatheredSubset tokens run alone. No
-        context: nobody goes on."""
+        """h (B, T, C) -> h in which the tokens of a context (context.kept) have taken recursion r:
+        they are F_r(h) or, given scores s (B, T), h + alpha sigmoid(s) F_r(h). Other tokens stay as
+        they are. The tokens of a GatheredSubset run alone. In other contexts all tokens run, and
+        the results of the others are dropped. The context is None where no token goes on."""
         if context is None:
             return h
-        gathered, K, old = isinstance(context, GatheredSubset), self.cfg.n_stored, h
-        if gathered:
-            old, s = context.gather(h), s if s is None else context.gather(s)
-        new = old
+        K, gathered = self.cfg.n_stored, isinstance(context, GatheredSubset)
+        x = context.gather(h) if gathered else h
+        s = context.gather(s) if gathered and s is not None else s
+        new = x
         for layer in range((r - 1) * K, r * K):
-            new = self.blocks[self.cfg.order[layer]](new, layer, context)  # F_r(h)
+            new = self.blocks[self.cfg.order[layer]](new, layer, context)       # F_r(x)
         if s is not None:
-            new = old + (self.gate(s)[..., None] * new).to(old.dtype)  # (2.1)
-        new = torch.where(context.kept[..., None], new, old)
+            new = x + (self.gate(s)[..., None] * new).to(x.dtype)               # (2.1)
+        new = torch.where(context.kept[..., None], new, x)
         return context.scatter(h, new) if gathered else new
 
     def gate(self, s):
-        """softmax(s), alpha sigmoid(s) or alpha tanh(s)."""
+        """Return softmax(s), alpha sigmoid(s) or alpha tanh(s), as router_func says."""
         if self.cfg.router_func == "softmax":
             return s.softmax(-1)
         return self.cfg.alpha * getattr(torch, self.cfg.router_func)(s)
 
+    # ---- the loss ----
+
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. aux also has tokens by depth, and the router's metrics."""
+        """Return what every model returns. If there are targets, aux also has the fraction of
+        tokens that took d recursions (depth<d>), "ce_topk" in eval mode, and what the router's
+        loss logs. In training that loss is added to ce."""
         cfg = self.cfg
         if targets is None or cache is not None or idx.numel() == 0 or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
@@ -219,7 +259,7 @@ class Model(LanguageModel):
         ce = cross_entropy(logits, targets)
         f = torch.stack([(depth == d).float().mean() for d in range(1, cfg.n_loop + 1)])
         aux = {"ce": ce, **{f"depth{d}": fraction for d, fraction in enumerate(f, 1)}}
-        if cfg.router == "expert" and not self.training:  # top k's choices are the labels
+        if cfg.router == "expert" and not self.training:  # the choices of top k are the labels
             h_top, _, decisions = self.states(idx, top_k=True)
             aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
         router_loss = self.expert_loss if cfg.router == "expert" else self.token_loss
@@ -228,35 +268,41 @@ class Model(LanguageModel):
         return logits, loss, {name: x.detach() for name, x in {**aux, **more}.items()}
 
     def expert_loss(self, s, decides, active, chosen):
-        """What is added to the loss, and aux: means over the tokens that competed
-        (active), summed over recursions. decides: the scores that decide in decoding."""
-        mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))  # (R,)
+        """Return what is added to the loss, and what is logged. The arguments are (R, B, T): the
+        scores, the scores that decide in decoding, which tokens competed (A_{r-1}), and which of
+        them were chosen (A_r). The BCE, aux, and the z-loss are means over the tokens that
+        competed, summed over recursions. router_accuracy says how often decoding would decide as
+        top k did, without r = 1, which all tokens take."""
+        mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))     # (R,)
         bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
-        bce, z = mean(bce).sum(), mean(s ** 2).sum()  # of one score, logsumexp(s) = s
-        decides, active, chosen = decides[1:], active[1:], chosen[1:]  # F_1 takes all
-        right = active & ((decides >= 0) == chosen)  # decoding would decide as top k did
+        bce, z = mean(bce).sum(), mean(s ** 2).sum()     # logsumexp over one score is the score
+        decides, active, chosen = decides[1:], active[1:], chosen[1:]      # r = 2 .. R
+        right = active & ((decides >= 0) == chosen)
         accuracy = right.sum() / active.sum().clamp(min=1)
         added = self.cfg.aux_weight * bce + self.cfg.z_loss * z
         return added, {"aux": bce, "router_accuracy": accuracy}
 
     def token_loss(self, scores, p, depth):
-        """What is added to the loss, and aux."""
+        """Return what is added to the loss, and what is logged: the balance loss, maxvio, which is
+        (most - mean) / mean of the numbers of tokens at the depths, and the entropy of mean(p)."""
         cfg, R = self.cfg, self.cfg.n_loop
-        f = F.one_hot(depth - 1, R).to(p).mean((0, 1))  # (R,)
+        f = F.one_hot(depth - 1, R).to(p).mean((0, 1))          # (R,)
         balance = R * (f * p.mean((0, 1))).sum()
         weight = cfg.balance_weight if cfg.balance == "loss" else 0.0
         z = scores.logsumexp(-1).square().mean()
-        p = F.normalize(p, 1, -1).mean((0, 1))  # now sigmoids, too, sum to 1
+        p = F.normalize(p, 1, -1).mean((0, 1))      # so that sigmoids sum to 1, too
         return weight * balance + cfg.z_loss * z, {
-            "balance": balance, "maxvio": R * f.max() - 1,  # (most - mean) / mean
+            "balance": balance, "maxvio": R * f.max() - 1,
             "entropy": torch.special.entr(p).sum()}
 
+    # ---- what train.py and decoding use ----
+
     def hidden(self, idx, context=None):
-        return self.states(idx, self.training and context is None, context)[0]
+        return self.states(idx, top_k=self.training and context is None, context=context)[0]
 
     @property
     def loops_to_run(self):
-        """The most recursions of a token in evaluation and decoding."""
+        """How many recursions a token takes at most in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
     def init_cache(self, batch_size, max_len):
@@ -264,26 +310,27 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def end_step(self, logged):
-        """loss_free moves biases against f, which is logged over all processes."""
+        """Move the biases against f if balance=loss_free. train.py calls this after each step with
+        f of the tokens of all processes."""
         cfg = self.cfg
         if cfg.router == "token" and cfg.balance == "loss_free":
             f = torch.tensor([logged[f"depth{d}"] for d in range(1, cfg.n_loop + 1)])
-            excess = (f - 1 / cfg.n_loop).round(decimals=6)  # 0 if only rounding differs
+            excess = (f - 1 / cfg.n_loop).round(decimals=6)  # 0 where only rounding differs
             self.balance_bias -= cfg.balance_rate * excess.sign().to(self.balance_bias)
 
     def flops_per_token(self):
-        """As in model_gpt; a layer's count for the fraction of tokens that take it."""
+        """Return FLOPs as model_gpt does, but a layer counts for the fraction of tokens that take
+        it. Token choice counts as if depths were in balance."""
         cfg, attn, unread = self.cfg, self.blocks[0].attn, 0
         routers = [p for name, p in self.named_parameters() if "router" in name]
         flops = 6.0 * sum(p.numel() for p in [self.head.weight, *routers])
         weights = self.block_weights() / cfg.n_stored
-        if cfg.kv == "share":  # keys that nobody reads after F_1: no backward pass
+        if cfg.kv == "share":  # nobody reads keys of F_2 .. F_R: no backward pass, 4 of 6 FLOPs
             unread = 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
         for r in range(1, cfg.n_loop + 1):
-            # first and last count with F_1: all tokens take them
+            # the first and the last layer count with F_1, because all tokens take them
             n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)
             read = weights - (unread if r > 1 else 0)
-            # of all tokens; by token choice: in balance
             fraction = 1.0 if cfg.router == "none" else (cfg.n_loop - r + 1) / cfg.n_loop
             keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
             mixer = 12.0 * cfg.n_head * cfg.head_dim * visible_keys(keys)
@@ -291,10 +338,10 @@ class Model(LanguageModel):
         return flops
 
 
-# ---- the parts: routers, and the tokens of a recursion ----
+# ---- routers, and which tokens a recursion runs on ----
 
 class Router(nn.Module):
-    """Scores (..., n_out) of states h (..., C)."""
+    """h (..., C) -> scores (..., n_out)."""
 
     def __init__(self, cfg, n_out):
         super().__init__()
@@ -306,17 +353,15 @@ class Router(nn.Module):
             self.layers = nn.Sequential(linear(C, hidden), nn.GELU(), linear(hidden, n_out))
 
     def forward(self, h):
-        # not in 16 bits: rounding could change decisions
+        # autocast is off, because rounding to 16 bits could change decisions
         with torch.autocast(h.device.type, enabled=False):
             return upcast(self.layers(h))
 
 
 class AllTokens(Context):
-    """The context of F_1 and the layers outside. kept (B, T): all tokens.
-    shared_kv[layer]: the keys and values that kv=share reads.
-
-    A block is called with an unrolled layer's number, for K = 2: F_1 0 1, F_2 2 3, F_3 4 5;
-    layer % K is the same one in F_1. Outside are -2 and -1: a cache's last two."""
+    """The context of F_1 and of the layers outside, which all tokens take. kept (B, T) marks the
+    tokens whose states a recursion changes, here all. shared_kv[layer] are the keys and values of
+    the layers that have run, which kv=share reads again."""
 
     def __init__(self, cfg, x, *positions):
         super().__init__(cfg, x, *positions)
@@ -328,78 +373,105 @@ class AllTokens(Context):
         return kv
 
     def subset(self, r, chosen, n=None):
-        """The context of recursion r for the chosen tokens (B, T), n in the fullest row if
-        that is known."""
+        """Return the context of recursion r for the chosen tokens (B, T), n in the fullest row if
+        that is known.
+
+                                     plain pass                        call with a cache
+                                     fast=false       fast=true        (whatever fast is)
+            r = 1                    self             self             self
+            router=none
+                kv=recursion         self             self             self
+                kv=share             MaskedSubset     MaskedSubset     MaskedSubset
+            router=expert, token
+                kv=recursion         MaskedSubset     GatheredSubset   CachedSubset, None
+                kv=share             MaskedSubset     GatheredSubset   GatheredSubset, None
+
+            self             all tokens run, and all of them have keys in each layer
+            MaskedSubset     all tokens run, and the results of the chosen ones are kept
+            GatheredSubset   the chosen tokens run alone
+            CachedSubset     the chosen tokens run alone, and the recursion has a cache of its own
+            None             no token was chosen (a static call does not know that)"""
         if r == 1 or self.cfg.router == "none" and self.cfg.kv == "recursion":
-            return self  # all tokens, with keys of their own
+            return self
         if self.cfg.router == "none" or not self.cfg.fast:
             return MaskedSubset(self, chosen)
         return GatheredSubset(self, chosen, n)
 
 
 class MaskedSubset:
-    """The context of F_2 ..: all tokens run, results of the chosen (B, T) are kept."""
+    """The context of a later recursion in which all tokens run and the results of the chosen ones
+    (B, T) are kept. Only the chosen ones are visible if kv=recursion."""
 
     def __init__(self, tokens, chosen):
-        self.cfg, self.tokens, self.kept = tokens.cfg, tokens, chosen  # A_r
+        self.cfg, self.tokens, self.kept = tokens.cfg, tokens, chosen       # A_r
         self.rope, self.bias = tokens.rope, tokens.bias
         if self.cfg.kv == "recursion":
-            distance = tokens.pos[:, :, None] - tokens.pos[:, None]  # (1, T, T)
-            # itself, too, so that no softmax is over nothing
+            distance = tokens.pos[:, :, None] - tokens.pos[:, None]        # (1, T, T)
+            # a token that was not chosen attends to itself, so that no softmax is over no keys
             visible = (distance > 0) & chosen[:, None] | (distance == 0)
-            self.bias = torch.where(visible, 0.0, -math.inf)[:, None]  # (B, 1, T, T)
+            self.bias = torch.where(visible, 0.0, -math.inf)[:, None]       # (B, 1, T, T)
 
     def extend(self, layer, k, v):
-        """The keys and values (B, G, S, D) that the chosen attend to (Section 2.2.2)."""
+        """k, v (B, G, T, D) -> those that the chosen attend to (Section 2.2.2), (B, G, S, D)."""
         if self.cfg.kv == "recursion":
             return k, v
-        return self.tokens.shared_kv[layer % self.cfg.n_stored]  # F_1's
+        return self.tokens.shared_kv[layer % self.cfg.n_stored]     # those of F_1
 
 
 # ---- the fast path ----
 
 class GatheredSubset:
-    """The chosen run alone, packed to the left. In a row of fewer than n others fill up, and
-    are not kept. (MaskedSubset runs all and keeps the chosen.) Two rows, x the chosen, n = 3:
+    """The context of a later recursion in which the chosen tokens run alone, packed to the left.
+    Packed tokens keep their order and their positions, so that the chosen ones become what they
+    become in a MaskedSubset. A row with fewer than n chosen tokens is filled up with others, whose
+    results are dropped. Here are two rows, x marks the chosen tokens, and n = 3:
 
         tokens  0 1 2 3    chosen  . x . x    index  1 3 0
                 4 5 6 7            x x x .           4 5 6
 
-    index (B, n) counts all B T = 8 tokens."""
+    index (B, n) counts through the B T = 8 tokens of all rows.
+
+    A call with a cache may also leave rows out. rows (m,) are then those in which a token was
+    chosen, and index is (m, n), so that a decoding step (T = 1) runs m rows of one token (m, 1, C).
+    If rows is None, all B rows run. That is so in a plain pass, in a static call, whose shapes may
+    not depend on data, and where most rows go on (see CachedTokens.subset)."""
 
     def __init__(self, tokens, chosen, n=None, rows=None):
         self.cfg, self.tokens, self.rows = tokens.cfg, tokens, rows
         (B, T), device = chosen.shape, chosen.device
-        if n is None:  # compiled, no size may depend on data: all are computed
+        if n is None:
+            # all tokens run in a compiled call, because no size may depend on data there either
             static = T == 1 or torch.compiler.is_compiling()
             n = T if static else max(1, int(chosen.sum(1).max()))
         column = torch.arange(T, device=device)
-        row = torch.arange(B, device=device) if rows is None else rows  # (N,)
+        row = torch.arange(B, device=device) if rows is None else rows              # (m,)
+        # the n smallest, in order: chosen columns come before the others
         first = torch.where(chosen[row], column, T + column).topk(n, 1, largest=False).indices
-        self.index = T * row[:, None] + first  # (N, n)
+        self.index = T * row[:, None] + first                                       # (m, n)
         self.kept = self.gather(chosen)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
-                                     for x in tokens.rope]  # (B, 1, n, D / 2)
-        self.bias = None  # causal: the others, to the right of all chosen, are hidden too
+                                     for x in tokens.rope]              # (m, 1, n, D / 2)
+        self.bias = None  # the causal mask hides the others, too: they stand right of the chosen
         if self.cfg.kv == "share":
             self.bias = attention_bias(self.gather(tokens.pos.expand(B, T)), tokens.k_pos)
 
     def extend(self, layer, k, v):
+        """k, v (m, G, n, D) -> those that the chosen attend to, (m, G, S, D)."""
         if self.cfg.kv == "recursion":
             return k, v
-        return [self.select(x) for x in self.tokens.shared_kv[layer % self.cfg.n_stored]]  # F_1's
+        return [self.select(x) for x in self.tokens.shared_kv[layer % self.cfg.n_stored]]
 
     def select(self, x):
-        """x (B, ...) -> (N, ...)."""
+        """x (B, ...) of all rows -> (m, ...) of those that run."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def gather(self, x):
-        """x (B, T, ...) -> (B, n, ...)."""
+        """x (B, T, ...) of all tokens -> (m, n, ...) of those that run."""
         flat = x.flatten(0, 1).index_select(0, self.index.flatten())
         return flat.unflatten(0, self.index.shape)
 
     def scatter(self, x, new):
-        """x (B, T, ...) with new (B, n, ...) where gather reads."""
+        """Return x (B, T, ...) with new (m, n, ...) in the places where gather reads."""
         flat = x.flatten(0, 1).index_copy(0, self.index.flatten(), new.flatten(0, 1))
         return flat.view(x.shape)
 
@@ -407,7 +479,7 @@ class GatheredSubset:
 # ---- decoding ----
 
 class CachedTokens(Cached, AllTokens):
-    """AllTokens of a call with a cache. kept (B, T): all tokens but padding."""
+    """AllTokens of a call with a cache. Padding is not kept."""
 
     def __init__(self, cfg, cache, T, n_valid=None):
         super().__init__(cfg, cache, T, n_valid)
@@ -418,30 +490,32 @@ class CachedTokens(Cached, AllTokens):
         return kv
 
     def subset(self, r, chosen, n=None):
-        """As in AllTokens. None: nobody goes on. A router's decoding gathers, fast or not."""
+        """See AllTokens. Rows in which no token was chosen are left out, if they are a third of all
+        or more: the keys of the other rows are copied for it, which takes about as long as
+        attending to them."""
         if r == 1 or self.cfg.router == "none":
             return super().subset(r, chosen)
         if not self.cache.static and not chosen.any():
             return None
         rows, some = None, chosen.any(1)
-        # most rows run as they are, because copying a row's keys takes as long as attending to them
         if not self.cache.static and 3 * some.sum() <= 2 * len(some):
-            rows = some.nonzero()[:, 0]  # (N,)
+            rows = some.nonzero()[:, 0]     # (m,)
         if self.cfg.kv == "share":
             return GatheredSubset(self, chosen, rows=rows)
         return CachedSubset(self, chosen, rows, self.cache.later[r - 2])
 
 
 class CachedSubset(GatheredSubset):
-    """kv=recursion: keys and values of the chosen go to the recursion's own cache, slot after
-    slot without gaps."""
+    """GatheredSubset of a call with a cache, if kv=recursion. The recursion has a cache of its own,
+    in which the chosen tokens of a row follow, without gaps, the ones that were chosen before."""
 
     def __init__(self, tokens, chosen, rows, cache):
         super().__init__(tokens, chosen, rows=rows)
         self.cache, slots = cache, cache.place(self.index.size(1), chosen.sum(1))
+        # slots counts the new tokens of all rows, self.slots places those of the rows that run
         pos, at, its_rows = map(self.select, (slots.pos, slots.at, slots.rows))
         self.slots = replace(slots, pos=pos, at=at, rows=its_rows)
-        # slots are in order of positions, so the causal mask compares slots
+        # slots are in the order of positions, so that the causal mask may compare slots
         self.bias = attention_bias(pos, torch.arange(slots.end, device=pos.device))
 
     def extend(self, layer, k, v):
@@ -449,13 +523,15 @@ class CachedSubset(GatheredSubset):
         return [self.select(x) for x in kv]
 
     def scatter(self, x, new):
-        """As above. All layers have written, so that the new tokens count."""
+        """See GatheredSubset. All layers of the recursion have written when this is called, so
+        that its cache counts the new tokens here."""
         self.cache.advance(self.slots)
         return super().scatter(x, new)
 
 
 class GrowingCache(KVCache):
-    """A KVCache that grows to `most` tokens a row where it would be full."""
+    """A KVCache that starts with room for max_len tokens a row and gets room for `most` when that
+    is not enough, or when static calls begin, because their buffers keep their size."""
 
     def __init__(self, most, *sizes):
         super().__init__(*sizes)
@@ -467,27 +543,41 @@ class GrowingCache(KVCache):
 
     def begin_static(self):
         super().begin_static()
-        self.grow()  # no size may depend on data
+        self.grow()
 
     def grow(self):
         if self.max_len < self.most:
-            more = 0, 0, 0, self.most + 1 - self.max_len  # the last slot is padding's
-            with torch.inference_mode(False):  # as in KVCache
+            more = 0, 0, 0, self.most + 1 - self.max_len
+            with torch.inference_mode(False):   # see KVCache
+                # the last slot is padding's: the old one is dropped with what stands there
                 for buffers in (self.k, self.v):
                     buffers[:] = [F.pad(x[:, :, :-1], more) for x in buffers]
             self.max_len = self.most
 
 
 class Cache(KVCache):
-    """Of all tokens: outside, in F_1 and, with router=none and kv=recursion, in the later ones.
-    later[r - 2]: of the tokens in F_r, with room for as many as expected."""
+    """The keys and values of all tokens in the layers that all tokens take. Keys and values of
+    later recursions are in `later`. For the tokens a, b and c of the picture at the top:
+
+                              slots 0 1 2
+        k, v (first, F_1, last)     a b c
+        later[0] (F_2)              a b        starts with room for k_2 = 2, as many as expected
+        later[1] (F_3)              a          starts with room for k_3 = 1
+
+    A token has keys only where it recurses, which is the paper's gain in memory: a cache of
+    configs/mor_tiny.yaml takes 6,136 bytes a token where keys in all recursions would take 8,192.
+    Decoding by static calls has no such gain, because GrowingCache has room for all tokens there.
+
+    The engine of serve.py has gaps instead. Each of its rows (a Slot there) holds another request,
+    and in one step these requests are in different loops, so that entry p of a loop is the request's
+    token at position p or nothing."""
 
     def __init__(self, cfg, n_run, batch_size, max_len, *device_and_dtype):
         R, K, own = cfg.n_loop, cfg.n_stored, cfg.kv == "recursion"
-        n_whole = n_run if own and cfg.router == "none" else 1
+        n_whole = n_run if own and cfg.router == "none" else 1  # recursions that all tokens take
         super().__init__(cfg, batch_size, max_len, *device_and_dtype, K * n_whole + cfg.n_outside)
         later = range(2, n_run + 1) if own and cfg.router != "none" else ()
-        sizes = [max(1, max_len * (R - r + 1) // R) for r in later]  # k_r
+        sizes = [max(1, max_len * (R - r + 1) // R) for r in later]            # k_r
         self.later = [GrowingCache(max_len, cfg, batch_size, size, *device_and_dtype, K)
                       for size in sizes]
 
@@ -514,25 +604,25 @@ class Cache(KVCache):
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start from a model_gpt of the same sizes. If it has another depth, its layers are read
-    evenly spaced, some of a shallower one twice."""
+    """Start from the weights of a model_gpt of the same sizes. Where that has another number of
+    layers, they are read evenly spaced, some of a shallower one twice."""
     cfg = model.cfg
     layers = layers_for_shared(cfg) + [[0], [cfg.n_layer - 1]]
     rest = {name: w for name, w in weights.items() if not name.startswith("blocks.")}
     model.load_state_dict(rest, strict=False)
     n_source = len({name.split(".")[1] for name in weights.keys() - rest.keys()})
     source = lambda layer: round(layer * (n_source - 1) / max(1, cfg.n_layer - 1))
-    # without a first and a last block, zip drops their layers
+    # zip drops the layers of the first and the last block where the model has none
     for block, its in zip([*model.blocks, *model.first, *model.last], layers):
         for name, p in block.named_parameters():
             p.copy_(sum(weights[f"blocks.{source(layer)}.{name}"] for layer in its) / len(its))
 
 
 def layers_for_shared(cfg):
-    """The unrolled layers whose mean each shared block starts from (Table 9)."""
+    """Return, for each stored block, the unrolled layers whose mean it starts from (Table 9)."""
     K, outside = cfg.n_stored, cfg.n_outside // 2
     inner = range(outside, cfg.n_layer - outside)
-    if cfg.init == "average":  # those that it stands for
+    if cfg.init == "average":  # the layers that it stands for
         return [[layer for layer, k in zip(inner, cfg.order) if k == shared]
                 for shared in range(K)]
     gap = (len(inner) - 1) / max(1, K - 1)

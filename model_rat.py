@@ -311,7 +311,6 @@ class Cache(KVCache):
             self.k = [zeros(H if kind == "rat" else G, self.n_slots[kind] + 1, D) for kind in kinds]
             self.v = [torch.zeros_like(k) for k in self.k]
             self.state = [upcast(zeros(n_states[kind], H * D)) for kind in kinds]
-        self.rows = torch.arange(batch_size, device=device)[:, None]
 
     def buffers(self):  # KVCache resets and measures these, all but the bins
         return [x[:, :, :-1] for x in self.k + self.v] + self.state

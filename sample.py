@@ -98,7 +98,7 @@ def prefill(model, cache, rows):
     return logits[torch.arange(len(rows), device=device), n - 1]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, eot=None,
            seed=1337, vocab_size=None):
     """Continue prompts, which are lists of token ids of any lengths, as one batch.
