@@ -557,7 +557,8 @@ class GrowingCache(KVCache):
 
 class Cache(KVCache):
     """The keys and values of all tokens in the layers that all tokens take. Keys and values of
-    later recursions are in `later`. For the tokens a, b and c of the picture at the top:
+    later recursions are in `later`. Here is what they hold for tokens a, b and c of the picture
+    at the top:
 
                               slots 0 1 2
         k, v (first, F_1, last)     a b c
@@ -569,8 +570,8 @@ class Cache(KVCache):
     Decoding by static calls has no such gain, because GrowingCache has room for all tokens there.
 
     The engine of serve.py has gaps instead. Each of its rows (a Slot there) holds another request,
-    and in one step these requests are in different loops, so that entry p of a loop is the request's
-    token at position p or nothing."""
+    and in one step these requests are in different loops, so that entry p of a loop is the token
+    at position p or nothing."""
 
     def __init__(self, cfg, n_run, batch_size, max_len, *device_and_dtype):
         R, K, own = cfg.n_loop, cfg.n_stored, cfg.kv == "recursion"
