@@ -206,19 +206,17 @@ def rat_fast(q, k, v, a, context):
 
 def read_states(q, k_state, v_state, final_k, final_v, context):
     """Return (3) from q and the own states (B, H, T, D), all before RoPE, and from the final states
-    of chunks 0 .. n - 1 (B, H, n, D), which RoPE has rotated. Two softmaxes are merged into one.
-    The first is over the final states. The second is over the own state alone, so that its
-    log-sum-exp is the score of this state."""
+    of chunks 0 .. n - 1 (B, H, n, D), which RoPE has rotated. The own state is one more key of its
+    query, whose score is given."""
     # A query and its own state have the same angle, so their score needs no RoPE.
     own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
     final_k, final_v, v_state = (x.to(q.dtype) for x in (final_k, final_v, v_state))
     # The positions of the keys are the numbers of their chunks, 0 .. n - 1. A query attends to
-    # those before its chunk. In chunk 0 there are none: y is 0 and lse is -inf, so that merge
-    # gives y no weight.
+    # those before its chunk.
     before = (context.chunk_of - 1).int().squeeze(0)  # (T,) or (B, T)
-    y, lse = kernels.attend_by_position(q, final_k, final_v, q_pos=before)
-    return kernels.merge(y, lse, v_state, own_score)[0]
+    own = own_score, v_state
+    return kernels.attend_by_position(q, final_k, final_v, q_pos=before, own=own)[0]
 
 
 # ---- the baselines ----
