@@ -62,7 +62,7 @@ class KVCache:
     static = False
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
-        shape = batch_size, cfg.n_kv_head, max_len + 1, cfg.head_dim
+        shape = batch_size, cfg.kv_heads, max_len + 1, cfg.head_size
         n_layer = cfg.n_layer if n_layer is None else n_layer
         with torch.inference_mode(False):  # so that calls outside inference mode may write, too
             self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_layer)]

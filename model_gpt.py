@@ -71,15 +71,32 @@ class BaseConfig:
 
     # A Config without these keys has these values. They are constants of the class and no fields
     # of the dataclass, because they have no annotation.
-    pos, window, scale_embeddings = "rope", 0, False
+    pos, window, scale_embeddings, n_mlp, mlp = "rope", 0, False, 0, "gelu"
 
     def __post_init__(self):
-        """Fill in what is 0 by default. Raise ValueError, which names the field, for a value that
-        is impossible. The checks stand at the end of this file."""
-        self.n_kv_head = self.n_kv_head or self.n_head
+        """Raise ValueError, which names the field, for a value that is impossible. The checks stand
+        at the end of this file."""
         check_sizes(self)
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
         check_values(self)
+
+    # These follow from the fields, also from those that dataclasses.replace changes.
+
+    @property
+    def kv_heads(self):
+        """G, the number of key/value heads."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_size(self):
+        """D, the width of a head."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def mlp_width(self):
+        """The hidden width of the MLP. By default it is 4 C for gelu. The others have a third matrix,
+        so that theirs is 8/3 C, rounded up to a multiple of 32."""
+        default = 4 * self.n_embd if self.mlp == "gelu" else 32 * math.ceil(self.n_embd / 12)
+        return self.n_mlp or default
 
     def at_least(self, least, *names):
         for name in names:
@@ -104,7 +121,6 @@ class Config(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         self.at_least(0, "n_mlp", "window")
-        self.n_mlp = self.n_mlp or mlp_width(self)
 
 
 # ---- types, norm ----
@@ -187,7 +203,7 @@ class Context:
             if S > cfg.block_size:
                 raise ValueError(f"{S} tokens are more than block_size={cfg.block_size}")
             # The tables are made once a call, and all layers share them.
-            cos, sin = rope_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
+            cos, sin = rope_tables(pos, cfg.head_size, cfg.rope_theta, dtype)
             self.rope = cos[:, None], sin[:, None]          # (B or 1, 1, T, D / 2)
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(cfg.n_head, x.device, dtype)
@@ -214,16 +230,16 @@ class Attention(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, C, D = cfg, cfg.n_embd, cfg.head_dim
+        self.cfg, C, D = cfg, cfg.n_embd, cfg.head_size
         self.wq = nn.Linear(C, cfg.n_head * D, bias=False)
-        self.wk = nn.Linear(C, cfg.n_kv_head * D, bias=False)
-        self.wv = nn.Linear(C, cfg.n_kv_head * D, bias=False)
+        self.wk = nn.Linear(C, cfg.kv_heads * D, bias=False)
+        self.wv = nn.Linear(C, cfg.kv_heads * D, bias=False)
         self.wo = nn.Linear(cfg.n_head * D, C, bias=False)
         norm_type = RMSNorm if cfg.qk_norm else nn.Identity     # Identity ignores its arguments
         self.q_norm, self.k_norm = norm_type(D, cfg.norm_eps), norm_type(D, cfg.norm_eps)
 
     def forward(self, x, layer, context):
-        D = self.cfg.head_dim
+        D = self.cfg.head_size
         q = self.wq(x).unflatten(-1, (-1, D)).transpose(1, 2)       # (B, H, T, D)
         k = self.wk(x).unflatten(-1, (-1, D)).transpose(1, 2)       # (B, G, T, D)
         v = self.wv(x).unflatten(-1, (-1, D)).transpose(1, 2)       # (B, G, T, D)
@@ -272,19 +288,13 @@ class MLP(nn.Module):
         acts = {"swiglu": nn.SiLU(), "geglu": nn.GELU("tanh"), "gelu": nn.GELU()}
         self.act, self.gated = acts[cfg.mlp], cfg.mlp != "gelu"
         if self.gated:
-            self.w_gate = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
-        self.w_up = nn.Linear(cfg.n_embd, cfg.n_mlp, bias=False)
-        self.w_down = nn.Linear(cfg.n_mlp, cfg.n_embd, bias=False)
+            self.w_gate = nn.Linear(cfg.n_embd, cfg.mlp_width, bias=False)
+        self.w_up = nn.Linear(cfg.n_embd, cfg.mlp_width, bias=False)
+        self.w_down = nn.Linear(cfg.mlp_width, cfg.n_embd, bias=False)
 
     def forward(self, x):
         up = self.w_up(x)
         return self.w_down(self.act(self.w_gate(x)) * up if self.gated else self.act(up))
-
-
-def mlp_width(cfg):
-    """Return the MLP's default width. It is 4 C for gelu. The others have a third matrix, so that
-    theirs is 8/3 C, rounded up to a multiple of 32."""
-    return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 
 class Block(nn.Module):
@@ -366,7 +376,7 @@ class LanguageModel(nn.Module):
     def mixer_flops(self):
         """Return attention's FLOPs of a token. In each layer a visible key takes 12 H D: 2 H D in
         q k, 2 H D in a v, and twice as many in the backward pass."""
-        cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_dim
+        cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_size
         return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size, cfg.window)
 
     # ---- decoding with a cache (read decoding.py first) ----
@@ -474,10 +484,11 @@ def compute_dtype(x):
 # ---- checks of a Config ----
 
 def check_sizes(cfg):
-    """Check what head_dim is derived from."""
-    cfg.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
-    cfg.at_least(0, "head_dim")
-    cfg.divides("n_kv_head", "n_head")
+    """Check what other sizes follow from."""
+    cfg.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_embd")
+    cfg.at_least(0, "n_kv_head", "head_dim")
+    if cfg.n_kv_head:
+        cfg.divides("n_kv_head", "n_head")
     if not cfg.head_dim:
         cfg.divides("n_head", "n_embd")
 
@@ -493,5 +504,5 @@ def check_values(cfg):
         value, allowed = getattr(cfg, key.name), key.metadata.get("allowed")
         if allowed and value not in allowed:
             raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
-    if cfg.pos == "rope" and cfg.head_dim % 2:
-        raise ValueError(f"RoPE needs an even head size: head_dim={cfg.head_dim}")
+    if cfg.pos == "rope" and cfg.head_size % 2:
+        raise ValueError(f"RoPE needs an even head size: head_dim={cfg.head_size}")

@@ -238,7 +238,7 @@ class Attention(nn.Module):
     def __init__(self, cfg, layer):
         super().__init__()
         self.cfg, self.window = cfg, cfg.window_of(layer)
-        C, D, H, G = cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
+        C, D, H, G = cfg.n_embd, cfg.head_size, cfg.n_head, cfg.kv_heads
         self.wq = nn.Linear(C, H * D, bias=False)
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
@@ -250,7 +250,7 @@ class Attention(nn.Module):
 
     def forward(self, u, layer, context):
         """Return Wo Attention(...), (B, n, C), from u = RMSNorm(x) (B, n, C)."""
-        D, eps = self.cfg.head_dim, self.cfg.norm_eps
+        D, eps = self.cfg.head_size, self.cfg.norm_eps
         q, k, v = (w(u).unflatten(-1, (-1, D)) for w in (self.wq, self.wk, self.wv))
         if self.w_gate:
             k_rec, v_rec = self.rec(context.previous) if self.rec else context.kv_rec
@@ -280,7 +280,7 @@ class MemoryProjection(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.D, width = cfg.head_dim, cfg.n_kv_head * cfg.head_dim
+        self.D, width = cfg.head_size, cfg.kv_heads * cfg.head_size
         self.wk = nn.Linear(cfg.n_embd, width, bias=False)  # Wk_rec
         self.wv = nn.Linear(cfg.n_embd, width, bias=False)  # Wv_rec
 
@@ -457,7 +457,7 @@ class Model(LanguageModel):
     def __init__(self, cfg):
         nn.Module.__init__(self)    # the parts are nanochat's, not those of LanguageModel
         self.cfg = cfg
-        L, C, G, D = cfg.n_layer, cfg.n_embd, cfg.n_kv_head, cfg.head_dim
+        L, C, G, D = cfg.n_layer, cfg.n_embd, cfg.kv_heads, cfg.head_size
         V = 64 * math.ceil(cfg.vocab_size / 64)     # padded, so that the head's product is fast
         self.wte = nn.Embedding(V, C)
         self.drop = nn.Dropout(cfg.dropout)
@@ -494,8 +494,8 @@ class Model(LanguageModel):
             raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
         pos = torch.arange(T, device=idx.device)[None] if pos is None else pos
         x0 = self.drop(norm(self.wte(idx), cfg.norm_eps))           # (B, T, C)
-        ve = [table(idx).unflatten(-1, (cfg.n_kv_head, -1)) for table in self.values]
-        rope = rope_tables(pos, cfg.head_dim, cfg.rope_theta, x0.dtype)
+        ve = [table(idx).unflatten(-1, (cfg.kv_heads, -1)) for table in self.values]
+        rope = rope_tables(pos, cfg.head_size, cfg.rope_theta, x0.dtype)
         return Tokens(x0, ve, [table[:, :, None] for table in rope], pos)
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
@@ -569,7 +569,7 @@ class Model(LanguageModel):
             p.numel() for name, p in self.blocks.named_parameters()
             if p.dim() == 2 and "rec." not in name)
         keys = sum(visible_keys(T, cfg.window_of(layer)) for layer in range(cfg.n_layer))
-        attention = 12.0 * cfg.n_head * cfg.head_dim * keys
+        attention = 12.0 * cfg.n_head * cfg.head_size * keys
         passes = 2 if cfg.train_path_used == "interleaved" else 1
         return 6.0 * memory + passes * (6.0 * backbone + attention)
 
@@ -593,8 +593,8 @@ def check(cfg):
     cfg.at_least(0, "swa")
     if not cfg.pattern or set(cfg.pattern) - {"S", "L"}:
         raise ValueError(f"pattern={cfg.pattern} must be made of S and L")
-    if cfg.head_dim > kernels.HEAD_SIZES[-1]:  # with fast=false too, as a run may change it
-        raise ValueError(f"head_dim={cfg.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
+    if cfg.head_size > kernels.HEAD_SIZES[-1]:  # with fast=false too, as a run may change it
+        raise ValueError(f"head_dim={cfg.head_size} must be at most {kernels.HEAD_SIZES[-1]}")
     if not 0 <= cfg.source <= cfg.n_layer:
         raise ValueError(f"source={cfg.source} must be from 0 to n_layer={cfg.n_layer}")
     for name, value in (("train_path", cfg.train_path_used), ("prefill", cfg.prefill)):

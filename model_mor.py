@@ -67,7 +67,7 @@ import torch.nn.functional as F
 
 from decoding import Cached, KVCache
 from model_gpt import (BaseConfig, Block, Context, LanguageModel, attention_bias,
-                       choice, cross_entropy, init_weights, mlp_width, upcast, visible_keys)
+                       choice, cross_entropy, init_weights, upcast, visible_keys)
 
 
 @dataclass
@@ -111,7 +111,6 @@ class Config(BaseConfig):
         # order[layer] is the stored block of an inner layer, see Model
         cycle = self.share.endswith("cycle")
         self.order = [i % K if cycle else i // self.n_loop for i in range(self.n_loop * K)]
-        self.n_mlp = self.n_mlp or mlp_width(self)
 
 
 # ---- the method: which tokens take which recursion ----
@@ -333,7 +332,7 @@ class Model(LanguageModel):
             read = weights - (unread if r > 1 else 0)
             fraction = 1.0 if cfg.router == "none" else (cfg.n_loop - r + 1) / cfg.n_loop
             keys = cfg.block_size * (fraction if cfg.kv == "recursion" else 1)
-            mixer = 12.0 * cfg.n_head * cfg.head_dim * visible_keys(keys)
+            mixer = 12.0 * cfg.n_head * cfg.head_size * visible_keys(keys)
             flops += n_layer * fraction * (6.0 * read + mixer)
         return flops
 

@@ -64,7 +64,7 @@ import torch.nn as nn
 import kernels
 from decoding import KVCache
 from model_gpt import (MLP, Attention, BaseConfig, LanguageModel, RMSNorm, apply_rope,
-                       attend, attention_bias, choice, init_weights, mlp_width, rope_tables,
+                       attend, attention_bias, choice, init_weights, rope_tables,
                        upcast, visible_keys)
 
 
@@ -92,7 +92,6 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.n_mlp = self.n_mlp or mlp_width(self)
         self.qk_groups = self.qk_groups or 2 - self.n_head % 2
         # of each layer
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
@@ -106,8 +105,8 @@ class RAT(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, C, W = cfg, cfg.n_embd, cfg.n_head * cfg.head_dim
-        shared = cfg.qk_groups * cfg.head_dim
+        self.cfg, C, W = cfg, cfg.n_embd, cfg.n_head * cfg.head_size
+        shared = cfg.qk_groups * cfg.head_size
         self.widths = [W, W, W, shared, shared]  # of z, g, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
         self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.chunk))  # b_g
@@ -158,7 +157,7 @@ def recurrence(a, x, K):
 
 def in_heads(x, cfg):
     """Return x (B, T, heads * D) as (B, heads, T, D)."""
-    return x.unflatten(-1, (-1, cfg.head_dim)).transpose(1, 2)
+    return x.unflatten(-1, (-1, cfg.head_size)).transpose(1, 2)
 
 
 def initial_gate_bias(W, steps):
@@ -185,7 +184,7 @@ class Context:
         count = dict(  # the table of Config
             rat=dict(chunk=self.chunk_of, rope=token, none=none)[cfg.pos],
             attention=none if cfg.pos == "none" else token, swa=token)
-        self.rope = {kind: rope_tables(pos[:, None], cfg.head_dim, cfg.rope_theta, x.dtype)
+        self.rope = {kind: rope_tables(pos[:, None], cfg.head_size, cfg.rope_theta, x.dtype)
                      for kind, pos in count.items() if kind in cfg.kinds}
 
 
@@ -226,7 +225,7 @@ class RNN(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.fast, C, W = cfg.fast, cfg.n_embd, cfg.n_head * cfg.head_dim
+        self.fast, C, W = cfg.fast, cfg.n_embd, cfg.n_head * cfg.head_size
         self.w_in = nn.Linear(C, 3 * W, bias=False)  # z, g, v
         self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.block_size))
         self.wo = nn.Linear(W, C, bias=False)
@@ -299,7 +298,7 @@ class Cache(KVCache):
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)  # makes lengths only
-        H, G, D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        H, G, D = cfg.n_head, cfg.kv_heads, cfg.head_size
         self.n_slots = dict(rat=math.ceil(max_len / cfg.chunk), attention=max_len,
                             swa=min(cfg.swa, max_len), rnn=0)
         n_states = dict(rat=2, attention=0, swa=0, rnn=1)
@@ -469,7 +468,7 @@ class Model(LanguageModel):
         cfg, T = self.cfg, self.cfg.block_size
         keys = dict(rnn=0, attention=visible_keys(T), swa=visible_keys(T, cfg.swa))
         keys["rat"] = sum(t // cfg.chunk + 1 for t in range(T)) / T
-        return 12.0 * cfg.n_head * cfg.head_dim * sum(keys[kind] for kind in cfg.kinds)
+        return 12.0 * cfg.n_head * cfg.head_size * sum(keys[kind] for kind in cfg.kinds)
 
 
 # ---- checks ----
@@ -479,6 +478,6 @@ def check(cfg):
     cfg.at_least(1, "chunk")
     cfg.at_least(0, "swa", "qk_groups", "n_mlp")
     cfg.divides("qk_groups", "n_head")
-    D, limit = cfg.head_dim, kernels.HEAD_SIZES[-1]
+    D, limit = cfg.head_size, kernels.HEAD_SIZES[-1]
     if D % 2 or D > limit:
         raise ValueError(f"head_dim={D} must be even and at most {limit}")

@@ -74,7 +74,7 @@ import torch.nn.functional as F
 import model_gpt
 from decoding import KVCache
 from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, choice,
-                       cross_entropy, init_weights, mlp_width, upcast)
+                       cross_entropy, init_weights, upcast)
 
 
 @dataclass
@@ -109,7 +109,6 @@ class Config(BaseConfig):
         if not 0 <= self.exit_loop <= self.n_loop:
             raise ValueError(f"exit_loop={self.exit_loop} must be 0 (the last) or one of the "
                              f"{self.n_loop} loops")
-        self.n_mlp = self.n_mlp or mlp_width(self)
         self.n_stored = self.n_layer // self.n_loop     # K
 
 
@@ -148,16 +147,16 @@ class Attention(model_gpt.Attention):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        C, D, linear = cfg.n_embd, cfg.head_dim, MergedLinear if cfg.fast else RelaxedLinear
+        C, D, linear = cfg.n_embd, cfg.head_size, MergedLinear if cfg.fast else RelaxedLinear
         self.wq = linear(C, cfg.n_head * D, cfg)
-        self.wk = linear(C, cfg.n_kv_head * D, cfg)
-        self.wv = linear(C, cfg.n_kv_head * D, cfg)
+        self.wk = linear(C, cfg.kv_heads * D, cfg)
+        self.wv = linear(C, cfg.kv_heads * D, cfg)
         self.wo = linear(cfg.n_head * D, C, cfg)
         if cfg.qk_norm:
             self.q_norm, self.k_norm = HeadNorm(cfg), HeadNorm(cfg)
 
     def forward(self, x, layer, u, context):
-        D = self.cfg.head_dim
+        D = self.cfg.head_size
         q = self.wq(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, H, T, D)
         k = self.wk(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
         v = self.wv(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
@@ -178,9 +177,9 @@ class MLP(model_gpt.MLP):
         super().__init__(cfg)
         linear = MergedLinear if cfg.fast else RelaxedLinear
         if self.gated:
-            self.w_gate = linear(cfg.n_embd, cfg.n_mlp, cfg)
-        self.w_up = linear(cfg.n_embd, cfg.n_mlp, cfg)
-        self.w_down = linear(cfg.n_mlp, cfg.n_embd, cfg)
+            self.w_gate = linear(cfg.n_embd, cfg.mlp_width, cfg)
+        self.w_up = linear(cfg.n_embd, cfg.mlp_width, cfg)
+        self.w_down = linear(cfg.mlp_width, cfg.n_embd, cfg)
 
     def forward(self, x, u):
         up = self.w_up(x, u)
@@ -226,7 +225,7 @@ class HeadNorm(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.eps = cfg.norm_eps
-        ones = [nn.Parameter(torch.ones(cfg.head_dim)) for _ in range(cfg.n_loop)]
+        ones = [nn.Parameter(torch.ones(cfg.head_size)) for _ in range(cfg.n_loop)]
         self.weights = nn.ParameterList(ones if cfg.rank else ones[:1] * cfg.n_loop)
 
     def forward(self, x, u):

@@ -104,7 +104,6 @@ class Config(BaseConfig):
         super().__post_init__()
         self.at_least(1, "chunk")
         self.at_least(0, "n_mlp")
-        self.n_mlp = self.n_mlp or 4 * self.n_embd
         check_values(self)
         self.schedule_used = self.schedule
         if self.schedule == "auto":
@@ -119,14 +118,14 @@ class Block(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, C, D, H, G = cfg, cfg.n_embd, cfg.head_dim, cfg.n_head, cfg.n_kv_head
+        self.cfg, C, D, H, G = cfg, cfg.n_embd, cfg.head_size, cfg.n_head, cfg.kv_heads
         self.norm1, self.norm2 = RMSNorm(C, cfg.norm_eps), RMSNorm(C, cfg.norm_eps)  # n1, n2
         self.wq = nn.Linear(C, H * D, bias=False)
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_up = nn.Linear(C, cfg.n_mlp, bias=False)
-        self.w_down = nn.Linear(cfg.n_mlp, C, bias=False)
+        self.w_up = nn.Linear(C, cfg.mlp_width, bias=False)
+        self.w_down = nn.Linear(cfg.mlp_width, C, bias=False)
         norm = RMSNorm if cfg.qk_norm == "full" else nn.Identity
         self.q_norm, self.k_norm = norm(H * D, cfg.norm_eps), norm(G * D, cfg.norm_eps)  # nq, nk
 
@@ -167,7 +166,7 @@ class Block(nn.Module):
 
     def heads(self, x, rope=()):
         """(B, T, heads D) -> (B, heads, T, D), rotated if rope has cos and sin."""
-        x = x.unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
+        x = x.unflatten(-1, (-1, self.cfg.head_size)).transpose(1, 2)
         return apply_rope(x, *rope) if rope else x
 
     # -- what runs when a layer is called alone, see the table in the docstring --
@@ -383,7 +382,7 @@ class Model(LanguageModel):
         """As in model_gpt, and Wk and Wv are counted once more for the persistent pair. Not counted
         is what the backward pass recomputes."""
         cfg = self.cfg
-        again = 12.0 * cfg.n_layer * cfg.n_embd * cfg.n_kv_head * cfg.head_dim
+        again = 12.0 * cfg.n_layer * cfg.n_embd * cfg.kv_heads * cfg.head_size
         return super().mixer_flops() + (again if cfg.recurrent else 0)
 
 
@@ -397,7 +396,7 @@ class BlockWithoutKVNorm(Block):
 # ---- checks of a Config ----
 
 def check_values(cfg):
-    if cfg.head_dim > kernels.HEAD_SIZES[-1]:
-        raise ValueError(f"head_dim={cfg.head_dim} must be at most {kernels.HEAD_SIZES[-1]}")
+    if cfg.head_size > kernels.HEAD_SIZES[-1]:
+        raise ValueError(f"head_dim={cfg.head_size} must be at most {kernels.HEAD_SIZES[-1]}")
     if cfg.schedule == "wavefront" and not cfg.kv_norm:
         raise ValueError("schedule=wavefront needs kv_norm=true; schedule=tiled does not")

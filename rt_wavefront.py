@@ -138,7 +138,7 @@ class Wavefront:
     def __init__(self, cfg, x, L, S=0):
         self.cfg, self.L, self.S = cfg, L, S
         self.B, self.T, self.C = x.shape
-        self.H, self.G, self.D = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        self.H, self.G, self.D = cfg.n_head, cfg.kv_heads, cfg.head_size
         chunks = math.ceil(self.T / cfg.chunk)
         self.K = math.ceil(self.T / chunks)  # even chunks, little padding
         self.length = chunks * self.K

@@ -171,12 +171,12 @@ class Engine:
         which keys come before it. Without gaps each lane would need a length, and the positions of
         its tokens."""
         zeros, n = partial(torch.zeros, device=self.device, dtype=dtype), len(self.slots)
-        shape = 2, cfg.n_kv_head, self.max_len, cfg.head_dim
+        shape = 2, cfg.kv_heads, self.max_len, cfg.head_size
         self.kv = [zeros(n * self.n_loop, *shape) for _ in range(cfg.n_stored)]
         self.kv += [zeros(n, *shape) for _ in range(getattr(cfg, "n_outside", 0))]
         self.taken = zeros(n * self.n_loop, self.max_len, dtype=torch.bool)
         pos = torch.arange(self.max_len, device=self.device)
-        self.rope = cfg.pos == "rope" and rope_tables(pos, cfg.head_dim, cfg.rope_theta, dtype)
+        self.rope = cfg.pos == "rope" and rope_tables(pos, cfg.head_size, cfg.rope_theta, dtype)
 
     def run(self, requests):
         """Yields each of the requests (a list of Request) when it is answered."""
@@ -379,7 +379,7 @@ class RelaxedAdapter:
     def write_keys(self, x, context):
         """Write the keys and values that the loop makes of frozen states x, as model_relaxed's
         Attention does. Return x as it is."""
-        u, D = self.use(x, context), self.cfg.head_dim
+        u, D = self.use(x, context), self.cfg.head_size
         for layer, block in enumerate(self.model.blocks):
             n, attn = block.norm1(x), block.attn
             k = attn.wk(n, u).unflatten(-1, (-1, D)).transpose(1, 2)        # (B, G, T, D)

@@ -40,7 +40,8 @@ def to_pretrained(model, path, eos=None):
     if family is None or c.pos != "rope":
         raise UserError("only pos=rope with mlp=swiglu and one of qk_norm and window, or with "
                         "mlp=geglu and scale_embeddings, can be written as a Llama folder")
-    config = {theirs: getattr(c, ours) for theirs, ours in FIELDS.items()}
+    sizes = {"n_mlp": "mlp_width", "n_kv_head": "kv_heads", "head_dim": "head_size"}
+    config = {theirs: getattr(c, sizes.get(ours, ours)) for theirs, ours in FIELDS.items()}
     config |= dict(
         architectures=[f"{family.capitalize()}ForCausalLM"], model_type=family,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
@@ -82,7 +83,8 @@ def unrolled(model):
     if type(model).__module__ == "model_relaxed":
         layers = [(block, use) for use in range(model.loops_to_run) for block in model.blocks]
     elif getattr(c, "router", "") == "none" and c.kv != "share":
-        recursions = sum(model.layers_of[:model.loops_to_run], [])
+        n_inner = c.n_stored * model.loops_to_run
+        recursions = [model.blocks[k] for k in c.order[:n_inner]]
         layers = [(block, None) for block in (*model.first, *recursions, *model.last)]
     else:
         raise UserError(f"{type(model).__module__} computes what no Llama does: gpt, relaxed, and "

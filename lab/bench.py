@@ -240,7 +240,9 @@ def build(cfg, name, keys=""):
     cfg that it has."""
     given = {"model": name, **split_args(keys.split())[1]}
     module = model_module(given.pop("model"))
-    same = {key: value for key, value in asdict(cfg).items() if key in names(module.Config)}
+    sizes = dict(n_kv_head=cfg.kv_heads, head_dim=cfg.head_size, n_mlp=cfg.mlp_width)
+    same = {key: value for key, value in {**asdict(cfg), **sizes}.items()
+            if key in names(module.Config)}
     return module.Model(typed_config(module.Config, {**same, **given}))
 
 

@@ -156,6 +156,6 @@ def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
     saved_llama(tmp_path, kind="Mistral", sliding_window=7)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: {"owner/name": str(tmp_path)}[name])
     cfg = llama.from_pretrained("owner/name").cfg
-    assert (cfg.rope_theta, cfg.n_kv_head, cfg.window, cfg.block_size) == (1234.0, 2, 7, 64)
+    assert (cfg.rope_theta, cfg.kv_heads, cfg.window, cfg.block_size) == (1234.0, 2, 7, 64)
     with pytest.raises(UserError, match="owner/other is not a folder here and could not be downloaded"):
         llama.from_pretrained("owner/other")

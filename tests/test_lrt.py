@@ -46,13 +46,13 @@ class ByHand:
     def __init__(self, model, idx):
         self.cfg, self.w, self.idx = model.cfg, dict(model.named_parameters()), idx
         self.x0 = unit(self.w["wte.weight"][idx])
-        empty = self.x0.new_zeros(len(idx), self.cfg.n_kv_head, self.cfg.head_dim)
+        empty = self.x0.new_zeros(len(idx), self.cfg.kv_heads, self.cfg.head_size)
         self.buffer = [(empty, empty)] * self.cfg.n_layer
         self.m, self.out = self.x0.new_zeros(len(idx) + 1, self.cfg.n_embd), torch.zeros_like(self.x0)
 
     def times(self, x, layer, name, heads=False):
         y = x @ self.w[f"blocks.{layer}.{name}.weight"].T
-        return y.unflatten(-1, (-1, self.cfg.head_dim)) if heads else y
+        return y.unflatten(-1, (-1, self.cfg.head_size)) if heads else y
 
     def keys_values(self, layer, at, u, m):
         """Return the sum of the local ones and the memory's, each times its gate. Each key head has its own gates."""

@@ -1,4 +1,5 @@
 """The contract of every model file (forward, cache, generate, ...): a new model_*.py is tested by existing."""
+import dataclasses
 import importlib
 import math
 import pickle
@@ -207,6 +208,17 @@ def test_a_slot_of_the_cache_serves_another_sequence(name, sizes):
     assert relative(logits[1], model(x[2:, :10])[0][0]) < 1e-10
     cache.reset()
     assert relative(model(x[:2], cache=cache)[0], model(x[:2])[0]) < 1e-10
+
+
+@models
+def test_what_follows_from_a_width_is_derived_again(name):
+    """dataclasses.replace keeps the sizes that were given, and derives the others."""
+    config, sizes = importlib.import_module(f"model_{name}").Config, dict(n_embd=128, n_head=4, **SIZES.get(name, {}))
+    cfg = dataclasses.replace(config(**sizes), n_embd=256, n_head=8)
+    assert cfg == config(**{**sizes, "n_embd": 256, "n_head": 8})
+    assert (cfg.head_size, cfg.kv_heads) == (32, 8) and cfg.mlp_width > 1.9 * config(**sizes).mlp_width
+    given = dataclasses.replace(config(**sizes, n_kv_head=2, head_dim=16), n_embd=256)
+    assert (given.head_size, given.kv_heads) == (16, 2)
 
 
 @models

@@ -27,7 +27,7 @@ def output(model, u, layer=0):
 
 def rat_by_hand(cfg, mix, u):
     """Return what the layer makes of one sequence u (T, C), token by token and head by head."""
-    C, D, G, H, K = cfg.n_embd, cfg.head_dim, cfg.qk_groups, cfg.n_head, cfg.chunk
+    C, D, G, H, K = cfg.n_embd, cfg.head_size, cfg.qk_groups, cfg.n_head, cfg.chunk
     z, g, v, q, k = (u @ mix.w_in.weight.T).split([C, C, C, G * D, G * D], -1)
     v, gate = v.unflatten(-1, (H, D)), (g + mix.gate_bias).sigmoid().unflatten(-1, (H, D))
     q, k = (x.unflatten(-1, (G, D))[:, [h % G for h in range(H)]] for x in (q, k))      # (T, H, D)

@@ -56,7 +56,7 @@ class ByHand:
     def heads(self, x, layer, kind, at):
         """Queries or keys (n, heads, D) of normed x at positions at (n,)."""
         block, use = self.of(layer)
-        y = self.times(x, layer, f"attn.w{kind}").unflatten(-1, (-1, self.cfg.head_dim))
+        y = self.times(x, layer, f"attn.w{kind}").unflatten(-1, (-1, self.cfg.head_size))
         if self.cfg.qk_norm:
             norm = f"{block}.attn.{kind}_norm.weight"
             y = self.normed(y, norm if norm in self.w else f"{norm}s.{use}")
@@ -64,7 +64,7 @@ class ByHand:
 
     def keys_values(self, h, layer, at):
         x = self.normed(h, f"{self.of(layer)[0]}.norm1.weight")
-        return self.heads(x, layer, "k", at), self.times(x, layer, "attn.wv").unflatten(-1, (-1, self.cfg.head_dim))
+        return self.heads(x, layer, "k", at), self.times(x, layer, "attn.wv").unflatten(-1, (-1, self.cfg.head_size))
 
     def layer(self, h, layer, at, k, v, seen=None):
         """h after an unrolled layer. k, v (S, G, D): all that it may attend to, of positions seen (S,) (None: all)."""

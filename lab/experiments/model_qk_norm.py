@@ -24,7 +24,7 @@ class Config(model_rat.Config):
 class RAT(model_rat.RAT):
 
     def forward(self, u, layer, context):
-        cfg, L, D = self.cfg, self.cfg.chunk, self.cfg.head_dim
+        cfg, L, D = self.cfg, self.cfg.chunk, self.cfg.head_size
         z, g, v, q, k = self.w_in(u).split(self.widths, -1)
         q, k = (x.unflatten(-1, (-1, D)) for x in (q, k))       # (B, T, G, D)
         q = self.q_norm(q)
@@ -51,8 +51,8 @@ class Model(model_rat.Model):
         for block in self.blocks:
             if isinstance(block.mix, model_rat.RAT):
                 block.mix.__class__ = RAT   # the same weights as model_rat's of this seed
-                block.mix.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps)
-                block.mix.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps)
+                block.mix.q_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
+                block.mix.k_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
 
     def init_cache(self, *sizes):
         raise UserError("this model has no cache to decode with: it trains (sample_tokens=0) and "

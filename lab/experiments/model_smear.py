@@ -33,7 +33,7 @@ class Block(model_rt.Block):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.a = nn.Parameter(torch.zeros(cfg.n_kv_head))
+        self.a = nn.Parameter(torch.zeros(cfg.kv_heads))
 
     def temporary(self, x, rope):
         q, k, v = super().temporary(x, rope)                    # k, v (B, G, T, D)
