@@ -74,29 +74,14 @@ class BaseConfig:
     pos, window, scale_embeddings, n_mlp, mlp = "rope", 0, False, 0, "gelu"
 
     def __post_init__(self):
-        """Raise ValueError, which names the field, for a value that is impossible. The checks stand
-        at the end of this file."""
+        """Raise ValueError, which names the field, for a value that is impossible; the checks stand
+        at the end of this file. Then derive the sizes that a 0 leaves open. They are attributes and
+        no fields, so that dataclasses.replace derives them again."""
         check_sizes(self)
+        self.kv_heads = self.n_kv_head or self.n_head                   # G
+        self.head_size = self.head_dim or self.n_embd // self.n_head    # D
+        self.mlp_width = self.n_mlp or default_mlp_width(self)
         check_values(self)
-
-    # These follow from the fields, also from those that dataclasses.replace changes.
-
-    @property
-    def kv_heads(self):
-        """G, the number of key/value heads."""
-        return self.n_kv_head or self.n_head
-
-    @property
-    def head_size(self):
-        """D, the width of a head."""
-        return self.head_dim or self.n_embd // self.n_head
-
-    @property
-    def mlp_width(self):
-        """The hidden width of the MLP. By default it is 4 C for gelu. The others have a third matrix,
-        so that theirs is 8/3 C, rounded up to a multiple of 32."""
-        default = 4 * self.n_embd if self.mlp == "gelu" else 32 * math.ceil(self.n_embd / 12)
-        return self.n_mlp or default
 
     def at_least(self, least, *names):
         for name in names:
@@ -295,6 +280,12 @@ class MLP(nn.Module):
     def forward(self, x):
         up = self.w_up(x)
         return self.w_down(self.act(self.w_gate(x)) * up if self.gated else self.act(up))
+
+
+def default_mlp_width(cfg):
+    """Return the MLP's width where n_mlp is 0. It is 4 C for gelu. The others have a third matrix, so
+    that theirs is 8/3 C, rounded up to a multiple of 32."""
+    return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 
 class Block(nn.Module):
