@@ -200,8 +200,9 @@ def share_of(split, n_splits, first, full, rest, last):
 
 @triton.jit
 def tile_number(i, first, full, rest, MASKED: tl.constexpr):
-    """Return the i-th tile to visit. Where MASKED, i counts the tiles first .. full and then
-    rest .. last from 0, else i is the tile itself."""
+    """Return the i-th tile to visit. A kernel's loop over tiles runs in two rounds, which are
+    compiled apart. The first needs no mask, and its i are the tiles full .. rest themselves. The
+    second is MASKED, and its i count the tiles first .. full and then rest .. last from 0."""
     if MASKED:
         return tl.where(i < full - first, first + i, rest + i - (full - first))
     else:
@@ -250,9 +251,7 @@ def attend_forward_kernel(
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # the largest score so far
     l = tl.zeros((BLOCK_M,), tl.float32)                # sum_j e^{s_ij - m}
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)      # sum_j e^{s_ij - m} v_j
-    # The loop stands twice in the compiled code: for the tiles full .. rest, which are counted by
-    # their own numbers, then for all that need a mask, which tile_number counts from 0.
-    for MASKED in tl.static_range(2):
+    for MASKED in tl.static_range(2):  # tile_number explains the two rounds
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
             n = tile_number(i, first, full, rest, MASKED) * BLOCK_N
@@ -343,7 +342,7 @@ def attend_dq_kernel(
     first, full, rest, last = visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window,
                                            biased, BLOCK_M, BLOCK_N)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # sum_j ds_ij k_j
-    for MASKED in tl.static_range(2):  # as in attend_forward_kernel
+    for MASKED in tl.static_range(2):  # tile_number explains the two rounds
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
             n = tile_number(i, first, full, rest, MASKED) * BLOCK_N
