@@ -86,11 +86,12 @@ def test_bfloat16_attention_is_rounded_nowhere_inside(pos):
         run = rt_wavefront.Wavefront(cfg, torch.zeros(2, 64, 48), 3)
     q, k, v, out = (torch.randn(3, 2, heads, 64, 8, generator=generator) for heads in (6, 3, 3, 6))     # of three layers
     q, k, v, lse = q.bfloat16(), k.bfloat16(), v.bfloat16(), 3 * out.sum(-1)
-    forward, found = rt_wavefront.ChunkForward(run, q, out, lse), []
+    qs, outs, lses = run.by_position(q, out, lse)
+    keys, values, found = k.flatten(0, 2).float(), v.flatten(0, 2).float(), []
     for i in range(64):
-        found.append(forward.read(i).unflatten(-1, (6, 8)))
-        forward.k[:, i], forward.v[:, i] = (u[..., i, :].flatten(0, 2) for u in (k, v))
-    again = rt_wavefront.ChunkBackward(run, q, out, lse, k, v, torch.zeros_like(k), torch.zeros_like(v)).a
+        pairs = keys[:, :i], values[:, :i], run.bias[:, i, :i], lses[:, i], outs[:, i]
+        found.append(rt_wavefront.read_pairs(qs[:, i], *pairs).reshape(3, 2, 6, 8))
+    again = rt_wavefront.ChunkAttention(run, q, out, lse, k, v, torch.zeros_like(k), torch.zeros_like(v)).a
     distance = torch.arange(64)[:, None] - torch.arange(64)
     slopes = (pos == "alibi") * 2 ** (-8 * torch.arange(1, 7).double() / 6)
     k, v = (u.double().repeat_interleave(2, 2) for u in (k, v))
