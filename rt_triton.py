@@ -1,9 +1,16 @@
 """
-Pieces of rt_wavefront.py in Triton, for CUDA and ROCm.
+Pieces of rt_wavefront.py in Triton, for CUDA and ROCm. TRITON_INTERPRET=1 runs them on CPU tensors,
+slowly, for tests.
 
-The functions have the names and arguments of those in rt_wavefront.py, which say what they
-compute. A chunk has K positions; z counts the keys' heads, Z = A B G, and a program is one
-row of the output.
+Between the products of a position, rt_wavefront.py has many small operations. Each function here
+computes one piece of them with one kernel. Its name and its arguments are those of the function in
+rt_wavefront.py that says what it computes. There is one program for each row of the results.
+
+The arguments are slices of a chunk's tensors, as the loops over positions have them. These are
+contiguous, but for x, d, n and r, whose rows of one layer stand behind each other. In memory q, out
+and lse of read_pairs are (Z, Q, K, .), and q and da of add_pair_grad are (Z, K Q, D).
+
+Letters: those of rt_wavefront.py. z is a key head, x_a and x_z are strides of x over A and Z.
 """
 import torch
 import triton
@@ -11,21 +18,24 @@ import triton.language as tl
 
 from kernels_triton import narrow
 
-ROWS = tl.constexpr(32)  # keys or queries that a program reads at once
+ROWS = tl.constexpr(32)  # a program reads so many keys or queries at once
 
 
 @triton.jit
 def load(ptr, at, valid):
+    """Return float32 values, with 0 where they are not valid."""
     return tl.load(ptr + at, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store(ptr, at, x, valid):
+    """Write x in the dtype of ptr."""
     tl.store(ptr + at, narrow(x, ptr.dtype.element_ty), mask=valid)
 
 
 def launch(kernel, programs, *arguments, width):
-    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device
+    """Run so many programs on rows of this width, which is the kernel's last argument."""
+    with torch.cuda.device_of(arguments[0]):  # Triton takes the current device
         kernel[programs,](*arguments, width, BLOCK=triton.next_power_of_2(width))
 
 
@@ -69,7 +79,8 @@ def add_norm_backward(d, dn, n, r):
 @triton.jit
 def read_pairs_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, out_ptr, a_ptr, i, K, Q, HEADS, D,
                       BLOCK: tl.constexpr):
-    """An online softmax that starts with the pair of score lse and value out."""
+    """The online softmax of kernels_triton.py. It starts with the pair of score lse and value out,
+    so that m = lse, l = 1 and acc = out."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     q, acc = load(q_ptr, row * K * D + d, d < D), load(out_ptr, row * K * D + d, d < D)
     m, l = tl.load(lse_ptr + row * K), tl.full((), 1.0, tl.float32)

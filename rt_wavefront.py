@@ -1,53 +1,43 @@
 """
-The wavefront, RT's fast schedule (read model_rt.py first).
+The wavefront, RT's fast schedule. Read model_rt.py first.
 
-Positions are cut into chunks of K. Chunk c of layer l needs chunk c of layer l - 1, its input,
-and chunk c - 1 of its own layer, its keys and values. So all with l + c = s run in step s:
+A layer of RT is a loop over positions, but layers need not wait for each other. The positions are
+cut into chunks of K. Chunk c of layer l needs two things: its input, which is chunk c of layer
+l - 1, and the keys and values of chunks 0 to c - 1 of its own layer. All chunks with l + c = s
+therefore run together, in step s:
 
            chunk   0 1 2 3
-        layer 2    2 3 4 5      a chunk needs the ones below and to its left;
-        layer 1    1 2 3 4      step 3 is the diagonal (2, 1), (1, 2), (0, 3)
+        layer 2    2 3 4 5      A chunk needs the one below it and those to its left.
+        layer 1    1 2 3 4      Step 3 is the diagonal of (layer, chunk): (2, 1), (1, 2), (0, 3).
         layer 0    0 1 2 3
 
-That is T + (L - 1) K positions in a row, not L T, with one bmm for all layers of a
-step. This is ours. The paper's are: to save x and y alone (section 6.1); CUDA graphs (6.2); a
-reverse loop of (B1) to (B6) alone (6.4).
+A step is a loop over the K positions of its chunks, so that T + (L - 1) K positions run one after
+the other and not L T. At each position, one bmm is the product of all A layers that are active in
+the step. `outside` is the exception, because layers have different numbers of earlier keys: it
+calls attention once for each layer. It runs once a step, before the loop.
 
-A forward step, by model_rt's numbers: for all positions of a chunk (1), and attention to the
-temporary pair and all earlier chunks; then, position by position, (2) with the chunk's own
-pairs so far, as an online softmax, and (3) to (5).
+A step has two parts, here with the numbers of model_rt.py's equations. For all positions of a
+chunk at once, it computes (1), and attention to the temporary pair and to the pairs of all earlier
+chunks. This gives out and lse, the logarithm of the sum of e^score. Then it goes through the
+positions. At each it completes (2) with the chunk's own pairs so far. The softmax is an online
+one, because everything attended to before is one more pair, of score lse and value out. After
+(2) come (3) to (5).
 
-Backward: the persistent pairs again, from y. Then a step, for all positions: (1), the weights
-p_ij of attention, a, and u = W_up n2(z). Then from the chunk's last position j to its first,
-when later queries i have their da_i and delta_i (M.T is M transposed):
+The weights of n1 and n2 are folded into the matrices behind these norms. For Wk and Wv this is
+right only if (5) applies n1 as (1) does, and so the wavefront needs kv_norm=true.
 
-    ds_ij = p_ij (da_i . v_j - delta_i)                    (B1)
-    dk_j  = sum_{i > j} ds_ij q_i / sqrt(D)    dv_j = sum_{i > j} p_ij da_i  (B2)
-    g_j   = dL/dy_j + J_y.T (Wk.T J_k.T dk_j + Wv.T dv_j)  (B3)  dL/dy_j: from above
-    du_j  = gelu'(u_j) W_down.T g_j                        (B4)
-    dz_j  = g_j + J_z.T W_up.T du_j                        (B5)
-    da_j  = Wo.T dz_j    delta_j = da_j . a_j              (B6)
+The first half of this file is the forward pass, which can be read alone. The second half is the
+backward pass, written by hand, with its equations. The end has what belongs to no equation: the
+autograd function, CUDA graphs, and the choice between this file's code for the pieces of a
+position and rt_triton.py's.
 
-Later chunks have left their part of (B2) in d_pairs. Then for all positions (^: of the
-temporary pair; ds^_i: (B1) with its p and v):
+The schedule is ours. Three ideas are the paper's: only x and y of each layer are saved for the
+backward pass (section 6.1), CUDA graphs (6.2), and a reverse loop that has (B1) to (B6) alone
+(6.4).
 
-    dq_i  = (sum_{j < i} ds_ij k_j + ds^_i k^_i) / sqrt(D)   (B7)
-    dk^_i = ds^_i q_i / sqrt(D)    dv^_i = p^_i da_i         (B8)
-    dx_i  = dz_i + J_x.T (Wq.T J_q.T dq_i + Wk.T J_k^.T dk^_i + Wv.T dv^_i)   (B9)
-    dW    = sum_i (gradient of W's output)_i (W's input)_i.T   (B10)
-
-J are Jacobians: J_x, J_y of n1 at x and y, J_z of n2 at z; J_q, J_k, J_k^ of nq and nk (then
-RoPE) at Wq n1(x), Wk n1(y), Wk n1(x). For a norm n = x r without a weight, with
-r = 1 / sqrt(mean(x^2) + eps),
-
-    J.T dn = r (dn - n mean(dn n))                           (B11)
-
-A weight w of nq or nk: with the gradient d of w n, dn = w d and dw = sum_i d_i n_i. The
-weights of n1 and n2 are folded into the next matrix.
-
-Shapes: B batch, S cached tokens, T new ones, K positions of a chunk, P of any
-number, L layers, A active in a step, C width, M the MLP's, H query heads, G key/value heads,
-Q = H / G, D head size, Z = A B G.
+Letters: those of model_gpt.py, and S keys of the cache; K positions of a chunk, P positions of
+any number; A layers active in a step; M width of the MLP; Q = H / G query heads that share a key
+head; Z = A B G key heads of all rows and active layers.
 """
 import math
 from collections import namedtuple
@@ -64,7 +54,7 @@ from model_gpt import alibi_slopes, apply_rope, attention_bias, compute_dtype, r
 
 # ---- the forward pass ----
 
-@torch.no_grad()  # a recording would turn gradients on
+@torch.no_grad()  # graphs.Graph turns gradients on, and a recording would keep what they need
 def forward_pass(wave, x, *weights, pairs=None):
     """Run all layers on x (B, T, C). Return [states], a list for graphs.replay. states[l]
     (length, B, C) is the input of layer l and the output of layer l - 1.
@@ -73,7 +63,7 @@ def forward_pass(wave, x, *weights, pairs=None):
     w = Weights(*weights).to(wave.dtype)
     if pairs is None:
         pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
-    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.C)  # padding may be anything finite
+    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.C)  # padding must be finite
     states[0, :wave.T] = x.transpose(0, 1)
     for step in wave.steps:
         active = Weights(*(weight[step.lo:step.hi] for weight in w))
@@ -127,27 +117,28 @@ class Wavefront:
         self.steps = [Step(s, lo=max(0, s + 1 - chunks), hi=min(L, s + 1))
                       for s in range(chunks + L - 1)]
         self.kv = slice(self.H * self.D, None)  # Wk and Wv in the rows of qkv
-        self.dtype = compute_dtype(x)  # of products: autocast's, where it is on
-        self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums
+        self.dtype = compute_dtype(x)  # products have autocast's dtype where it is on
+        self.wide = torch.promote_types(x.dtype, torch.float32)  # sums have this one
         self.pieces = PLAIN
         if kernels.runs_triton(x.device, self.dtype):
-            import rt_triton  # not before a GPU needs it
+            import rt_triton  # only GPUs need it
             self.pieces = rt_triton
         self.scale = self.D ** -0.5
         self.pos = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
-        # where each chunk starts, and its q_pos, k_pos and slopes for attend_by_position
+        # Each chunk has its start, and q_pos, k_pos and slopes for attend_by_position.
         self.starts = [(start, (self.pos[start:start + self.K], self.pos[:start], self.slopes))
                        for start in range(S, S + self.length, self.K)]
-        # in a chunk, (H or 1, K, K): ALiBi, and -inf unless the key is earlier
+        # In a chunk the bias, (H or 1, K, K), is ALiBi's, and -inf unless the key is earlier.
         pos = self.pos[:self.K]
         bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
         self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
         if cfg.pos == "rope":
             tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
-            # (L, length, 1, 1, D / 2): repeat and not expand, because diagonal needs a stride
+            # They are (L, length, 1, 1, D / 2), by repeat and not by expand, because diagonal
+            # makes the stride over layers smaller, and an expanded one is 0.
             self.tables = [table[:, None, None].repeat(L, 1, 1, 1, 1) for table in tables]
 
     def diagonal(self, buffer, step, dim):
@@ -170,8 +161,9 @@ class Wavefront:
         return buffer.as_strided(shape, stride, first)
 
     def temporary(self, x, w, rope):
-        """Equation (1) for rows x (A, K B, C). Return q, k^ and v^ (A, B, H, K, D), where the pairs
-        are repeated for each query head; and the parts of n1, nq and nk for the backward pass."""
+        """Return q, k^ and v^ (A, B, H, K, D) of rows x (A, K B, C), as in (1), with the pairs
+        repeated for each query head. Return also the parts of n1, nq and nk, because the backward
+        pass needs them."""
         x_parts = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
         rows = product(x_parts.n.to(self.dtype), w.qkv)
@@ -186,13 +178,13 @@ class Wavefront:
     def outside(self, q, k_temp, v_temp, pairs, step):
         """Attention of a chunk's queries to their temporary pairs and all earlier chunks. Return
         out (A, B, H, K, D) and lse (A, B, H, K)."""
-        lse = (q * k_temp).sum(-1) * self.scale  # of the temporary pair alone, whose out is v^
+        lse = (q * k_temp).sum(-1) * self.scale  # the temporary pair alone has v^ as its out
         found = []
         for q_l, l in zip(q, range(step.lo, step.hi)):
             start, positions = self.starts[step.s - l]
             keys, values = pairs[:, l, :, :, :start]  # all are visible
             found.append(kernels.attend_by_position(q_l, keys, values, *positions))
-        # (A B, H, K, .): without earlier chunks more is 0 and more_lse is -inf
+        # Both are (A B, H, K, .). Without earlier chunks more is 0 and more_lse is -inf.
         more, more_lse = map(torch.cat, zip(*found))
         out, lse = v_temp.view(more.shape), lse.view(more_lse.shape)
         out, lse = kernels.merge(out, lse, more, more_lse)
@@ -249,8 +241,8 @@ def norm_parts(x, eps):
 
 
 def heads(rows, weight, rope, eps, B, D):
-    """Return rows (A, P B, heads D) as (A, P, B, heads, D), after nq or nk and RoPE; and the
-    norm's parts, which are () without QK-norm."""
+    """Return rows (A, P B, heads D) as (A, P, B, heads, D), after nq or nk and RoPE. Return also
+    the norm's parts, which are () without QK-norm."""
     parts = ()
     if weight.size(-1):
         parts = norm_parts(rows, eps)
@@ -277,14 +269,14 @@ def read_pairs(q, k, v, bias, lse, out):
 
 
 def add_and_norm(x, update, eps):
-    """Return x + update; and its RMS norm in the dtype of update."""
+    """Return x + update, and the RMS norm of this sum in the dtype of update."""
     x = x + update
     return x, F.rms_norm(x, x.shape[-1:], eps=eps).to(update.dtype)
 
 
 def write_pair(k_out, v_out, rows, weight, rope, eps):
-    """Equation (5): write the pair of rows (A, B, 2 G D), which are Wk n1(y) and Wv n1(y), to
-    k_out and v_out (Z, D)."""
+    """Write the pair of one position to k_out and v_out (Z, D), as in (5). rows (A, B, 2 G D)
+    are Wk n1(y) beside Wv n1(y)."""
     k, v = rows.chunk(2, -1)
     B, D = rows.size(1), k_out.size(1)
     k, _ = heads(k, weight, rope, eps, B, D)
@@ -294,8 +286,57 @@ def write_pair(k_out, v_out, rows, weight, rope, eps):
 
 
 # ---- the backward pass ----
+#
+#     in the code            in the equations
+#     dy                     dL/dy, from the layer above
+#     g                      dL/dy, with what y gets through its own pair
+#     u, du                  W_up n2(z), and its gradient
+#     dkv                    gradients of Wk n1(y) beside Wv n1(y)
+#     dqkv                   gradients of Wq n1(x), Wk n1(x) and Wv n1(x) beside each other
+#     x_parts, y_parts       n and r of n1 at x (J_x) and at y (J_y)
+#     z_parts                of n2 at z (J_z)
+#     q_parts                of nq at Wq n1(x), before RoPE; J_q has both. () without QK-norm
+#     k_parts, k_temp_parts  of nk at Wk n1(y) (J_k) and at Wk n1(x) (J_k^)
+#     k_temp, v_temp         k^, v^
+#
+# The forward pass saved the states only, so the persistent pairs of all layers are computed again
+# from y. Then the steps run in reverse. This is what comes to a chunk, and what it leaves:
+#
+#                         dy, in d_states, from the layer above
+#                          |
+#                          v
+#     earlier chunks <-- chunk <-- later chunks: in d_pairs they have left their part of (B2)
+#                          |
+#                          v
+#                         dx, in d_states, for the layer below
+#
+# A step has three parts. `recompute` computes again, for all positions at once, (1), the weights
+# p_ij of attention, a, and u. `reverse_loop` goes from the chunk's last position j to its first.
+# When it comes to j, it has da_i and delta_i of all later positions i. M.T is M transposed.
+#
+#     ds_ij = p_ij (da_i . v_j - delta_i)                                         (B1)
+#     dk_j  = sum_{i > j} ds_ij q_i / sqrt(D)    dv_j = sum_{i > j} p_ij da_i     (B2)
+#     g_j   = dy_j + J_y.T (Wk.T J_k.T dk_j + Wv.T dv_j)                          (B3)
+#     du_j  = gelu'(u_j) W_down.T g_j                                             (B4)
+#     dz_j  = g_j + J_z.T W_up.T du_j                                             (B5)
+#     da_j  = Wo.T dz_j    delta_j = da_j . a_j                                   (B6)
+#
+# `input_gradient` computes the rest for all positions at once, and (B10) follows it. ^ marks the
+# temporary pair, and ds^_i is (B1) with the p and v of this pair.
+#
+#     dq_i  = (sum_{j < i} ds_ij k_j + ds^_i k^_i) / sqrt(D)                      (B7)
+#     dk^_i = ds^_i q_i / sqrt(D)    dv^_i = p^_i da_i                            (B8)
+#     dx_i  = dz_i + J_x.T (Wq.T J_q.T dq_i + Wk.T J_k^.T dk^_i + Wv.T dv^_i)     (B9)
+#     dW    = sum_i (gradient of W's output)_i (W's input)_i.T                    (B10)
+#
+# J are the Jacobians of norms. A norm without a weight is n = x r, with
+# r = 1 / sqrt(mean(x^2) + eps), and it has
+#
+#     J.T dn = r (dn - n mean(dn n))                                              (B11)
+#
+# nq and nk have a weight w. If d is the gradient of w n, then dn = w d and dw = sum_i d_i n_i.
 
-@torch.no_grad()  # as forward_pass
+@torch.no_grad()  # see forward_pass
 def backward_pass(wave, states, dy, *weights):
     """Return [dL/dx (B, T, C), *gradients of the weights], from dy (B, T, C)."""
     w = Weights(*weights).to(wave.dtype)
@@ -314,15 +355,15 @@ def backward_pass(wave, states, dy, *weights):
 
 
 def persistent(wave, y_n, w, rope):
-    """Equation (5) for y_n = n1(y) (A, P B, C). Return k, v (A, P, B, G, D), and nk's parts."""
+    """Return k, v (A, P, B, G, D) of y_n = n1(y) (A, P B, C), as in (5), and the parts of nk."""
     k, v = product(y_n.to(wave.dtype), w.qkv[:, wave.kv]).chunk(2, -1)  # (A, P B, G D) each
     k, k_parts = heads(k, w.nk, rope, wave.cfg.norm_eps, wave.B, wave.D)
     return k, v.view(v.size(0), -1, wave.B, wave.G, wave.D), k_parts
 
 
 def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
-    """Go back through one chunk of each active layer: dy, in d_states[l + 1], gives dx, in
-    d_states[l]. Adds to grads, and to d_pairs of earlier chunks."""
+    """Go back through one chunk of each active layer. dy is read from d_states[l + 1], and dx is
+    written to d_states[l]. This also adds to grads, and to d_pairs of earlier chunks."""
     x, y, dy = (wave.diagonal(rows, step, 1).flatten(1, 2)  # (A, K B, C)
                 for rows in (states[:-1], states[1:], d_states[1:]))
     chunk = recompute(wave, x, y, pairs, d_pairs, w, step)
@@ -337,7 +378,8 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
 
 
 def recompute(wave, x, y, pairs, d_pairs, w, step):
-    """Return what the gradients need of the forward pass, from rows x and y (A, K B, C)."""
+    """Return what the gradients need of the forward pass, from rows x and y (A, K B, C). k_parts
+    need (5) once more, because pairs holds the results alone."""
     eps, dtype = wave.cfg.norm_eps, wave.dtype
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     temp, (x_parts, q_parts, k_temp_parts) = wave.temporary(x, w, rope)  # q, k^, v^
@@ -354,8 +396,9 @@ def recompute(wave, x, y, pairs, d_pairs, w, step):
 
 
 def reverse_loop(wave, chunk, dy, w):
-    """Equations (B1) to (B6), from the last position to the first. Return g, du, dz and dkv, rows
-    (A, K B, .); da and delta are left in chunk.attention."""
+    """Run (B1) to (B6) from the last position to the first. Return g, du, dz and dkv, rows
+    (A, K B, .). da and delta are left in chunk.attention. g_low and dz_low are g and dz in the
+    dtype of products."""
     pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv]
     ropes, y_parts, z_parts, k_parts, rows = (each_position(tensors, wave.K) for tensors in (
         chunk.rope, chunk.y_parts, chunk.z_parts, chunk.k_parts, (dy, chunk.u)))
@@ -375,8 +418,8 @@ def reverse_loop(wave, chunk, dy, w):
 
 
 def input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step):
-    """Equations (B7) to (B9) for all positions. Return dx and dqkv, rows (A, K B, .). Adds to the
-    gradients of nq and nk, and to d_pairs of earlier chunks."""
+    """Run (B7) to (B9) for all positions. Return dx and dqkv, rows (A, K B, .). This also adds to
+    the gradients of nq and nk, and to d_pairs of earlier chunks."""
     attention, rope = chunk.attention, chunk.rope
     dq, dk, dv = outside_backward(wave, *chunk.temp, attention, pairs, d_pairs, step)
     dq = dq + attention.query_grad()  # (B7)
@@ -395,14 +438,14 @@ def input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step):
 
 
 def outside_backward(wave, q, k_temp, v_temp, attention, pairs, d_pairs, step):
-    """Return dq, dk^, dv^ (A, B, H, K, D) of wave.outside, and add to d_pairs. attention: the
-    chunk's, whose a, lse and da are those of all keys."""
+    """Return dq, dk^, dv^ (A, B, H, K, D) of wave.outside, and add to d_pairs. a, lse and da of
+    attention are those of all keys, as attend_by_position_backward wants them."""
     a, lse, da = attention.a, attention.lse, attention.by_head(attention.da_rows)
     p = torch.exp((q * k_temp).sum(-1) * wave.scale - lse)[..., None]
     ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), because delta is da . a
     dq, dk_temp, dv_temp = ds * k_temp * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
     a, da = a.to(wave.dtype), da.to(wave.dtype)
-    for n, l in enumerate(range(step.lo, min(step.hi, step.s))):  # before chunk 0 there is none
+    for n, l in enumerate(range(step.lo, min(step.hi, step.s))):  # nothing is before chunk 0
         start, positions = wave.starts[step.s - l]
         keys, values = pairs[:, l, :, :, :start]
         new = kernels.attend_by_position_backward(
@@ -414,19 +457,21 @@ def outside_backward(wave, q, k_temp, v_temp, attention, pairs, d_pairs, step):
 
 
 class ChunkAttention:
-    """Attention of a chunk's queries q (A, B, H, K, D) to all keys, completed for all positions:
-    out and lse are those of wave.outside, k, v (A, B, G, K, D) the chunk's own pairs, dk, dv what
-    later chunks have added to their gradients. Then gradients, position by position.
+    """Attention of a chunk's queries q (A, B, H, K, D), for the backward pass.
 
-    A bmm over Z has the K Q queries that share a key head as rows: position i has rows i Q to
-    (i + 1) Q, so that the queries later than a key stand behind each other."""
+    __init__ completes wave.outside's out and lse with the chunk's own pairs k, v (A, B, G, K, D),
+    for all positions at once. dk and dv, of the same shape, are what later chunks have added to
+    the gradients of these pairs. Then kv_grad and write_query_grad are called position by position.
+
+    A bmm over Z has the K Q queries that share a key head as rows. Position i has the rows i Q to
+    (i + 1) Q, so that all queries later than a key stand behind each other."""
 
     def __init__(self, wave, q, out, lse, k, v, dk, dv):
         A, B, H, K, D = self.shape = q.shape
         self.scale, self.pieces = wave.scale, wave.pieces
         self.Q, Z = H // wave.G, A * B * wave.G
         self.k, self.v = (x.to(out.dtype).reshape(Z, K, D) for x in (k, v))
-        # (K, Z, 1, D): contiguous for each position, so that baddbmm_ is one call
+        # (K, Z, 1, D): each position is contiguous, so that baddbmm_ is one call.
         by_key = (x.permute(3, 0, 1, 2, 4).reshape(K, Z, 1, D) for x in (dk, dv))
         self.dk, self.dv = map(torch.Tensor.contiguous, by_key)
         rows = (x.flatten(1, 2) for x in wave.by_position(q, out, lse))
@@ -460,26 +505,26 @@ class ChunkAttention:
         return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
 
     def write_query_grad(self, j, da):
-        """Write da_j (A, B, H D), and delta_j (B6)."""
+        """Write da_j (A, B, H D), and delta_j, as in (B6)."""
         da_j, delta_j, a_j = self.of_query[j]
         self.pieces.write_query_grad(da_j, delta_j, da.view(a_j.shape), a_j)
 
     def query_grad(self):
-        """Return what the chunk's own keys add to dq (A, B, H, K, D) (B7)."""
+        """Return what the chunk's own keys add to dq (A, B, H, K, D), in (B7)."""
         ds = self.p * (torch.bmm(self.da_rows, self.v.mT) - self.delta.mT)
         return self.by_head(torch.bmm(ds, self.k) * self.scale)
 
 
 def add_pair_grad(dk, dv, q, v, p, da, delta):
-    """Add what n queries give to dk and dv (Z, 1, D) of one key (B2). q (Z, n, D) is divided by
-    sqrt(D); da is (Z, n, D), v (Z, 1, D), and p and delta are (Z, 1, n)."""
+    """Add what n queries give to dk and dv (Z, 1, D) of one key, as in (B2). q (Z, n, D) is divided
+    by sqrt(D). da is (Z, n, D), v (Z, 1, D), and p and delta are (Z, 1, n)."""
     ds = p * (torch.bmm(v, da.mT) - delta)  # (B1)
     dk.baddbmm_(ds, q)
     dv.baddbmm_(p, da)
 
 
 def write_query_grad(da_out, delta_out, da, a):
-    """Write da (Z, Q, D) to da_out, and da . a to delta_out (Z, 1, Q) (B6)."""
+    """Write da (Z, Q, D) to da_out, and da . a to delta_out (Z, 1, Q)."""
     da_out.copy_(da)
     delta_out.copy_((da * a).sum(-1)[:, None])
 
@@ -504,13 +549,13 @@ def heads_backward(rows, weight, parts):
 
 
 def norm_backward(dn, n, r):
-    """Return J.T dn (B11)."""
+    """Return J.T dn, as in (B11)."""
     dn = dn.to(n.dtype)
     return r * dn.addcmul(n, (dn * n).mean(-1, keepdim=True), value=-1)
 
 
 def add_norm_backward(d, dn, n, r):
-    """Return d + J.T dn; and the same in the dtype of dn."""
+    """Return d + J.T dn, and the same in the dtype of dn."""
     d = d + norm_backward(dn, n, r)
     return d, d.to(dn.dtype)
 
@@ -530,10 +575,10 @@ def prefill(cfg, blocks, x, past):
     (L, B, G, T, D). past: the cached k (B, G, S, D) of each layer, then v. There are no gradients,
     and no CUDA graph, because lengths differ from call to call."""
     S = past[0].size(2)
-    wave = Wavefront(cfg, x, len(blocks), S)  # before autocast ends, because it has its dtype
+    wave = Wavefront(cfg, x, len(blocks), S)  # it takes autocast's dtype, which then is off
     with torch.autocast(x.device.type, enabled=False):
         pairs = torch.stack(past).to(wave.dtype).unflatten(0, (2, -1))
-        pairs = F.pad(pairs, (0, 0, 0, wave.length))  # room for the new ones
+        pairs = F.pad(pairs, (0, 0, 0, wave.length))  # the new ones get room
         states, = forward_pass(wave, x, *stack_weights(cfg, blocks), pairs=pairs)
     k, v = pairs[..., S:S + wave.T, :]
     return states[-1, :wave.T].transpose(0, 1), k, v
@@ -559,9 +604,9 @@ class Layers(torch.autograd.Function):
 
 
 def run(wave, function, *inputs):
-    """Return function(wave, *inputs). Autocast is off inside, because wave.dtype has its dtype. On
-    CUDA the call is replayed as a graph: at a position, kernels take longer to launch than to
-    run."""
+    """Return function(wave, *inputs). Autocast is off inside, because wave.dtype is its dtype. On
+    CUDA the call is replayed as a graph, because a position has some fifteen kernels, which take
+    longer to launch than to run."""
     with torch.autocast(inputs[0].device.type, enabled=False):
         if not (wave.cfg.cuda_graphs and graphs.recordable(inputs[0])):
             return function(wave, *inputs)
@@ -573,7 +618,7 @@ def run(wave, function, *inputs):
 
 # ---- the pieces of a position ----
 
-# Each of these is one kernel in rt_triton.py, under the same name.
+# rt_triton.py has a kernel for each of these, under the same name.
 PLAIN = SimpleNamespace(
     read_pairs=read_pairs, add_and_norm=add_and_norm, add_pair_grad=add_pair_grad,
     add_norm_backward=add_norm_backward, write_query_grad=write_query_grad)
