@@ -26,25 +26,31 @@ End-of-text follows every document but a single one. Files that are not UTF-8 ar
 counted). A document must fit in memory, a stream need not. The same source and settings give the
 same tokens. What fails or is stopped leaves nothing behind.
 """
+import glob
 import hashlib
 import json
+import logging
 import math
 import os
 import re
 import signal
 import sys
+import sysconfig
 import tempfile
+import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from common.data import TokenData, documents, folder_name
-from common.keys import UserError, check_name, run_cli, split_args, typed_config
-from common.tokenizer import (ByteTokenizer, CharTokenizer, gpt2_tokenizer, hf_tokenizer, slices,
+from common.data import TokenData, folder_name
+from common.keys import (UserError, check_name, first_line, need, run_cli, split_args,
+                         typed_config)
+from common.tokenizer import (HUB_NAME, ByteTokenizer, CharTokenizer, gpt2_tokenizer, slices,
                               train_bpe)
 
 BATCH = 512  # slices of text handed to the encoding threads at once
@@ -63,6 +69,102 @@ class PrepareConfig:
     split: str = "train"  # split of a Hugging Face data set that is read
     max_tokens: int = 0  # stop at so many tokens, train and val together (0: all)
     overwrite: bool = False  # replace a data set that is already there
+
+
+# ---- where documents come from: text files, rows of a table, the Hugging Face hub ----
+
+TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js",
+        ".ts", ".java", ".go", ".rs", ".sh")
+# tests are a third of the standard library, and Debian's python3 lacks them
+NO_TEXT = "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"
+TABLES = ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow"  # which hf: reads
+SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
+               "tinyshakespeare/input.txt")
+
+
+def documents(cfg):
+    """The texts of a data set, in a fixed order. A column may hold other things too."""
+    kind, _, rest = cfg.dataset.partition(":")
+    if cfg.dataset == "python":
+        yield from texts(text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT))
+    elif kind == "file":
+        yield from texts(text_files(os.path.expanduser(rest)))
+    elif kind == "hf" and rest:
+        yield from hf_texts(rest, cfg)
+    elif cfg.dataset == "shakespeare":
+        yield download(SHAKESPEARE)
+    else:
+        raise UserError(f"unknown dataset {cfg.dataset!r:.60}: the data sets are python, "
+                        "file:PATH, shakespeare, hf:NAME[:config]")
+
+
+def texts(files):
+    """The content of each file. UserError for a table."""
+    for file in map(Path, files):
+        if file.suffix.lower() in TABLES:
+            raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such "
+                            f"files")
+        # bytes that are not UTF-8 are lone surrogates in it
+        yield file.read_bytes().decode(errors="surrogateescape")
+
+
+def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
+    """The files of a path, sorted: itself, a glob's, or those below a folder that are not hidden
+    and have one of the extensions."""
+    found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+    if os.path.isdir(path):
+        found = []
+        for folder, folders, names in os.walk(path, onerror=fail):
+            folders[:] = [f for f in folders if f not in skip and f[0] != "."]
+            names = [f for f in names if f.lower().endswith(extensions) and f[0] != "."]
+            found += [os.path.join(folder, f) for f in names]
+    found = sorted(filter(os.path.isfile, found), key=lambda f: os.path.relpath(f, path))
+    if not found:
+        raise UserError(f"file:{path} is neither a file nor a folder with text files, and none "
+                        "match it (hf:FOLDER reads .jsonl, .csv, .parquet)")
+    return found
+
+
+def fail(error):
+    raise error     # os.walk would go on
+
+
+@cache
+def download(url) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            return reply.read().decode("utf-8")
+    except Exception as e:  # of the network, HTTP or UTF-8
+        raise UserError(f"cannot download {url} ({first_line(e)}): save the text and use "
+                        "dataset=file:PATH") from None
+
+
+def hf_texts(name, cfg):
+    """The text column of a data set, row by row."""
+    try:
+        for row in hf_rows(name, cfg.split).select_columns([cfg.text_column]):
+            yield row[cfg.text_column]
+    except Exception as e:  # of the library, the hub or the network
+        raise UserError(f"cannot read hf:{name} (text_column={cfg.text_column}): "
+                        f"{type(e).__name__}: {first_line(e)}") from None
+
+
+def hf_rows(name, split):
+    """Local data by its absolute path, else a data set of the hub. (Of other names the library
+    makes its own sense: `text` and `json` read any file below the working directory.)"""
+    datasets, path = need("datasets"), Path(name).expanduser().absolute()
+    for library in "huggingface_hub", "datasets":  # what fails is told below, once
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    if path.exists():
+        folder, file = (path, None) if path.is_dir() else (path.parent, glob.escape(path.name))
+        if glob.has_magic(str(folder)):
+            raise ValueError(f"the library takes the name of {folder} as a pattern: rename it")
+        return datasets.load_dataset(str(folder), data_files=file, split=split, streaming=True)
+    name, _, config = name.partition(":")
+    if not HUB_NAME.fullmatch(name):
+        raise ValueError("it is neither a folder, a data file nor a hub name (owner/name)")
+    return datasets.load_dataset(name, config or None, split=split, streaming=True)
 
 
 # ---- documents ----
@@ -148,6 +250,7 @@ def build_tokenizer(cfg, corpus):
     if kind == "gpt2":
         return gpt2_tokenizer()
     if kind == "hf":
+        from common.huggingface import hf_tokenizer     # here: it imports torch, in seconds
         return hf_tokenizer(rest)
     if kind == "bpe":
         return train_bpe(int(rest), corpus.sample(["train"], SAMPLE_BYTES))

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 import graphs
 from common.checkpoint import lock, newest, read_log, save_checkpoint
-from common.data import bits_per_byte, count_right, data_folder, is_task
+from common.data import bits_per_byte, data_folder, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
                          note, replace_file, run_cli, split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
@@ -48,6 +48,7 @@ from common.process import (Processes, TrainConfig, autocast, check_fits, check_
                             make_model, open_batches, peak_flops, read_config, set_budget,
                             tokens_per_step)
 from common.sharded import gathered, shard, whole
+from common.tasks import count_right
 from prepare import PrepareConfig, prepare
 from sample import sample_text
 

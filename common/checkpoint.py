@@ -21,7 +21,7 @@ import torch
 
 from common.keys import (UserError, first_line, known, model_module, names, note, open_file,
                          run_cli, split_args, typed_config)
-from common.tokenizer import load_tokenizer, to_huggingface
+from common.tokenizer import load_tokenizer
 
 # what a checkpoint holds
 FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
@@ -162,7 +162,7 @@ def load_initial(path, key="init_from"):
     """What init_from or teacher names, as a checkpoint: that of a run, or Hugging Face weights."""
     with contextlib.suppress(FileNotFoundError):
         return load_checkpoint(path)
-    from common.llama import from_pretrained
+    from common.huggingface import from_pretrained
     try:
         model = from_pretrained(path)
     except (UserError, ValueError, RuntimeError) as e:      # RuntimeError: no memory for its sizes
@@ -195,7 +195,7 @@ def main(argv):
         path.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(path, {**ckpt, "optimizers": []})
     else:
-        from common.llama import to_pretrained
+        from common.huggingface import to_huggingface, to_pretrained
         tokenizer = load_tokenizer(ckpt["tokenizer"])
         to_pretrained(model, path, tokenizer.eot)
         for name in "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json":

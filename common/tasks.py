@@ -256,3 +256,11 @@ class TaskBatches(TextBatches):
 
     def cut(self, data, numbers):
         return tuple(rows[numbers] for rows in data.examples)
+
+
+def count_right(logits, targets):
+    """How many scored targets (not -1) are the likeliest token, and in how many rows all
+    are: two scalar tensors. logits (B, T, V), targets (B, T)."""
+    targets = targets.to(logits.device)
+    masked, right = targets == -1, logits.argmax(-1) == targets
+    return right.sum(), (right | masked).all(1).sum()

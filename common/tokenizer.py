@@ -5,14 +5,12 @@ Hugging Face models. to_dict() holds all that load_tokenizer needs: no other fil
 import base64
 import codecs
 import json
-import logging
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 
-from common.keys import UserError, first_line, need, read_json, read_text
+from common.keys import UserError, first_line, need
 
 MAX_BPE = 1 << 18
 EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"  # where a model's files name none
@@ -214,37 +212,6 @@ def in_base64(pieces) -> str:
     return " ".join(base64.b64encode(piece).decode() for piece in pieces)
 
 
-def hf_tokenizer(name) -> HFTokenizer:
-    """The tokenizer of a model's folder or hub name."""
-    try:
-        folder = hub_folder(name, ["tokenizer.json", "tokenizer_config.json"])
-        config = folder / "tokenizer_config.json"
-        eos = read_json(config).get("eos_token") if config.exists() else None
-        eos = eos["content"] if isinstance(eos, dict) else eos  # older files
-        file = folder / "tokenizer.json"
-        return HFTokenizer(read_text(file, file), eos)
-    except Exception as e:  # of the library, which has no class of its own, or of the files
-        kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
-        raise UserError(f"tokenizer hf:{name} cannot be used: {kind}{first_line(e)}") from None
-
-
-def hub_folder(name, files) -> Path:
-    """The folder that is named, or a local copy of the files that the hub has under that name."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or not HUB_NAME.fullmatch(str(name)):
-        raise UserError(f"{name} is neither a folder nor a hub name (owner/name)")
-    hub = need("huggingface_hub")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without its retries
-    need("huggingface_hub.utils").disable_progress_bars()
-    try:
-        return Path(hub.snapshot_download(str(name), allow_patterns=files))
-    except Exception as e:  # of a dozen kinds: no network, no such name, no permission
-        raise UserError(f"{name} is not a folder here and could not be downloaded: "
-                        f"{type(e).__name__}: {first_line(e)}") from None
-
-
 # ---- words of Hugging Face vocabularies ----
 
 def byte_signs() -> dict:
@@ -288,32 +255,3 @@ def hf_pieces(library, special) -> list:
         else:
             pieces[i] = word.replace("▁", " ").encode()
     return pieces
-
-
-def to_huggingface(tokenizer, folder):
-    """Write tokenizer.json and tokenizer_config.json for transformers, where "<|endoftext|>" is
-    one token. False for the kinds that are no BPE of bytes (char, and the numbers of tasks)."""
-    if tokenizer.kind not in ("byte", "bpe", "hf"):
-        return False
-    library = tokenizer.library if tokenizer.kind == "hf" else library_bpe(tokenizer)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast",
-              "eos_token": library.id_to_token(tokenizer.eot)}
-    library.save(str(Path(folder) / "tokenizer.json"))
-    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-    return True
-
-
-def library_bpe(tokenizer):
-    """A byte or bpe tokenizer as one of the library `tokenizers`. Any two tokens that make a third
-    are merged, as tiktoken does, in the order of the thirds."""
-    library, signs = need("tokenizers"), {byte: sign for sign, byte in byte_signs().items()}
-    vocab = {"".join(map(signs.get, piece)): i for i, piece in enumerate(tokenizer.pieces[:-1])}
-    merges = [(word[:i], word[i:]) for word in vocab for i in range(1, len(word))
-              if word[:i] in vocab and word[i:] in vocab]
-    found, steps = library.Tokenizer(library.models.BPE(vocab, merges)), library.pre_tokenizers
-    before = [steps.ByteLevel(add_prefix_space=False, use_regex=False)]
-    if tokenizer.kind == "bpe":
-        before.insert(0, steps.Split(library.Regex(tokenizer.made_of["pattern"]), "isolated"))
-    found.pre_tokenizer, found.decoder = steps.Sequence(before), library.decoders.ByteLevel()
-    found.add_special_tokens([EOS_TOKENS[0]])
-    return found

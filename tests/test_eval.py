@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from lab import eval as evaluation
 from lab.eval import EvalConfig, HarnessModel, evaluate_tasks
-from common import llama
+from common import huggingface
 import runs
 from common.checkpoint import load_run
 from common.keys import UserError
@@ -21,7 +21,8 @@ from common.process import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
 from test_prepare import EOT, smollm, write_model
-from common.tokenizer import hf_tokenizer, load_tokenizer
+from common.huggingface import hf_tokenizer
+from common.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -165,7 +166,7 @@ def llamas(tmp_path_factory):
     theirs = saved_llama(folder, vocab_size=280, max_position_embeddings=32, eos_token_id=0, bos_token_id=None)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json", eos_token=EOT, pad_token=EOT)
     hf = huggingface.HFLM(pretrained=theirs, tokenizer=fast, batch_size=3, max_length=32)
-    return hf, harness_model(llama.from_pretrained(folder).eval(), hf_tokenizer(str(folder)), 3)
+    return hf, harness_model(huggingface.from_pretrained(folder).eval(), hf_tokenizer(str(folder)), 3)
 
 
 def test_the_numbers_are_those_of_lm_eval_with_transformers(llamas):

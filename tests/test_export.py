@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import checkpoint, llama
+from common import checkpoint, huggingface
 import runs
 import train
 import sample
@@ -15,7 +15,8 @@ from common.keys import UserError, model_module
 from conftest import ROOT, move
 from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
 from test_gpt import cast, saved_llama, stored
-from common.tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, train_bpe
+from common.huggingface import hf_tokenizer
+from common.tokenizer import ByteTokenizer, CharTokenizer, HFTokenizer, train_bpe
 
 SIZES = dict(block_size=32, vocab_size=61, n_head=4, n_embd=32)
 GEMMA = dict(mlp="geglu", scale_embeddings=True, head_dim=6)
@@ -35,13 +36,13 @@ def test_transformers_computes_the_same_logits(model, keys, tmp_path):
     torch.manual_seed(0)
     module = model_module(model)
     ours = move(module.Model(module.Config(**SIZES, **keys)).eval(), 0.1)
-    llama.to_pretrained(ours, tmp_path)
+    huggingface.to_pretrained(ours, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     own = dict(qk_norm="Qwen3", window="Mistral", scale_embeddings="Gemma")
     family = next((own[key] for key in own if keys.get(key)), "Llama")
     assert type(theirs).__name__ == f"{family}ForCausalLM"
     assert theirs.config.eos_token_id is None, "transformers would stop at a token that ends nothing here"
-    idx, again = torch.randint(0, 61, (2, 32)), llama.from_pretrained(tmp_path)
+    idx, again = torch.randint(0, 61, (2, 32)), huggingface.from_pretrained(tmp_path)
     logits = ours(idx)[0]
     for other in theirs(idx).logits, again(idx)[0]:
         assert (logits - other).abs().max() < 1e-5 * logits.abs().max()
@@ -77,9 +78,9 @@ def exported(tmp_path_factory):
     for ours in (ByteTokenizer(), bpe, *(HFTokenizer(json.dumps(data), eos) for data, eos in (
             (smollm(), EOT), (phi(), EOT), (llama2(), "</s>")))):
         folder = tmp_path_factory.mktemp(ours.kind)
-        assert checkpoint.to_huggingface(ours, folder)
+        assert huggingface.to_huggingface(ours, folder)
         found.append((ours, AutoTokenizer.from_pretrained(folder), hf_tokenizer(str(folder))))
-    assert not checkpoint.to_huggingface(CharTokenizer("ab"), tmp_path_factory.mktemp("char"))
+    assert not huggingface.to_huggingface(CharTokenizer("ab"), tmp_path_factory.mktemp("char"))
     return found
 
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from common import llama
+from common import huggingface
 from common.keys import UserError
 import model_gpt
 from conftest import move, tiny
@@ -140,11 +140,11 @@ def test_folders_are_read_as_transformers_reads_them(tmp_path, sizes, changes, w
         stored(tmp_path, weights)
     if refused:
         with pytest.raises(ValueError, match=refused):
-            llama.from_pretrained(tmp_path)
+            huggingface.from_pretrained(tmp_path)
         return
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ours, x = llama.from_pretrained(tmp_path).eval(), torch.randint(0, 97, (2, 30))
+    ours, x = huggingface.from_pretrained(tmp_path).eval(), torch.randint(0, 97, (2, 30))
     want = theirs.eval()(x).logits
     assert (ours(x)[0] - want).abs().max() < 1e-5 * want.abs().max()
     tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
@@ -155,7 +155,7 @@ def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
     import huggingface_hub
     saved_llama(tmp_path, kind="Mistral", sliding_window=7)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: {"owner/name": str(tmp_path)}[name])
-    cfg = llama.from_pretrained("owner/name").cfg
+    cfg = huggingface.from_pretrained("owner/name").cfg
     assert (cfg.rope_theta, cfg.kv_heads, cfg.window, cfg.block_size) == (1234.0, 2, 7, 64)
     with pytest.raises(UserError, match="owner/other is not a folder here and could not be downloaded"):
-        llama.from_pretrained("owner/other")
+        huggingface.from_pretrained("owner/other")

@@ -21,8 +21,9 @@ import prepare
 from common import data
 from common.keys import UserError
 from conftest import ROOT, python
-from common.data import NO_TEXT, TokenData, text_files
-from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, hf_tokenizer, load_tokenizer,
+from common.data import TokenData
+from common.huggingface import hf_tokenizer
+from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, load_tokenizer,
                               slices, train_bpe)
 
 EOT = "<|endoftext|>"
@@ -327,15 +328,15 @@ def test_files_of_a_folder_a_glob_and_python(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
 
-    found = lambda *a: [os.path.relpath(p, tmp_path) for p in text_files(*a)]  # noqa
+    found = lambda *a: [os.path.relpath(p, tmp_path) for p in prepare.text_files(*a)]  # noqa
     assert found(str(tmp_path)) == ["U.TXT", "[ab].txt", "a-b.txt", "a/z.md", "b.txt", "c.py"]
     assert found(str(tmp_path), (".py", ".md")) == ["a/z.md", "c.py"]
     assert found(f"{tmp_path}/*b.txt") == ["a-b.txt", "b.txt"]
     assert found(f"{tmp_path}/[ab].txt") == ["[ab].txt"]  # a file's own name, not a glob
-    with patch.object(data, "texts", list):
-        files = [Path(f) for f in data.documents(prepare.PrepareConfig(dataset="python"))]
+    with patch.object(prepare, "texts", list):
+        files = [Path(f) for f in prepare.documents(prepare.PrepareConfig(dataset="python"))]
     assert Path(json.__file__) in files and len(files) > 300
-    assert not {part for f in files for part in f.parts[-3:]} & set(NO_TEXT)
+    assert not {part for f in files for part in f.parts[-3:]} & set(prepare.NO_TEXT)
 
 
 def test_local_data_sets(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import graphs
-from common import checkpoint, keys, llama, optim, process
+from common import checkpoint, huggingface, keys, optim, process
 from lab import eval as evaluation
 import prepare
 import runs
@@ -163,7 +163,7 @@ def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
 def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
     """Of a run or a Hugging Face folder. The sizes are theirs; a file that is named may change block_size, dropout."""
     first = runs.run("gpt", tmp_path / "a", data_dir)
-    llama.to_pretrained(first.model, tmp_path / "hf")
+    huggingface.to_pretrained(first.model, tmp_path / "hf")
     (tmp_path / "long.yaml").write_text("block_size: 32\ndropout: 0.25\n")
     for source in tmp_path / "a" / "r", tmp_path / "hf":
         start = [f"init_from={source}", f"out_dir={tmp_path}", f"data_dir={data_dir}", "dataset=words", "max_steps=1",

@@ -6,13 +6,15 @@ Both sides store matrices as (out, in), and RoPE rotates the same pairs.
 A weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
 """
 import json
+import logging
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from common.keys import UserError, model_module, need, replace_file
-from common.tokenizer import hub_folder
+from common.keys import (UserError, first_line, model_module, need, read_json, read_text,
+                         replace_file)
+from common.tokenizer import EOS_TOKENS, HUB_NAME, HFTokenizer, byte_signs
 
 
 def from_pretrained(path):
@@ -187,3 +189,65 @@ def check_same_logits(model, theirs):
 UNREAD = {"_name_or_path", "architectures", "dtype", "transformers_version", "rope_parameters",
           "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range",
           "attention_dropout", "pretraining_tp"}
+
+
+# ---- tokenizers ----
+
+def hf_tokenizer(name) -> HFTokenizer:
+    """The tokenizer of a model's folder or hub name."""
+    try:
+        folder = hub_folder(name, ["tokenizer.json", "tokenizer_config.json"])
+        config = folder / "tokenizer_config.json"
+        eos = read_json(config).get("eos_token") if config.exists() else None
+        eos = eos["content"] if isinstance(eos, dict) else eos  # older files
+        file = folder / "tokenizer.json"
+        return HFTokenizer(read_text(file, file), eos)
+    except Exception as e:  # of the library, which has no class of its own, or of the files
+        kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
+        raise UserError(f"tokenizer hf:{name} cannot be used: {kind}{first_line(e)}") from None
+
+
+def hub_folder(name, files) -> Path:
+    """The folder that is named, or a local copy of the files that the hub has under that name."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not HUB_NAME.fullmatch(str(name)):
+        raise UserError(f"{name} is neither a folder nor a hub name (owner/name)")
+    hub = need("huggingface_hub")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without its retries
+    need("huggingface_hub.utils").disable_progress_bars()
+    try:
+        return Path(hub.snapshot_download(str(name), allow_patterns=files))
+    except Exception as e:  # of a dozen kinds: no network, no such name, no permission
+        raise UserError(f"{name} is not a folder here and could not be downloaded: "
+                        f"{type(e).__name__}: {first_line(e)}") from None
+
+
+def to_huggingface(tokenizer, folder):
+    """Write tokenizer.json and tokenizer_config.json for transformers, where "<|endoftext|>" is
+    one token. False for the kinds that are no BPE of bytes (char, and the numbers of tasks)."""
+    if tokenizer.kind not in ("byte", "bpe", "hf"):
+        return False
+    library = tokenizer.library if tokenizer.kind == "hf" else library_bpe(tokenizer)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast",
+              "eos_token": library.id_to_token(tokenizer.eot)}
+    library.save(str(Path(folder) / "tokenizer.json"))
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return True
+
+
+def library_bpe(tokenizer):
+    """A byte or bpe tokenizer as one of the library `tokenizers`. Any two tokens that make a third
+    are merged, as tiktoken does, in the order of the thirds."""
+    library, signs = need("tokenizers"), {byte: sign for sign, byte in byte_signs().items()}
+    vocab = {"".join(map(signs.get, piece)): i for i, piece in enumerate(tokenizer.pieces[:-1])}
+    merges = [(word[:i], word[i:]) for word in vocab for i in range(1, len(word))
+              if word[:i] in vocab and word[i:] in vocab]
+    found, steps = library.Tokenizer(library.models.BPE(vocab, merges)), library.pre_tokenizers
+    before = [steps.ByteLevel(add_prefix_space=False, use_regex=False)]
+    if tokenizer.kind == "bpe":
+        before.insert(0, steps.Split(library.Regex(tokenizer.made_of["pattern"]), "isolated"))
+    found.pre_tokenizer, found.decoder = steps.Sequence(before), library.decoders.ByteLevel()
+    found.add_special_tokens([EOS_TOKENS[0]])
+    return found
