@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
-from common.keys import (UserError, first_line, model_module, need, read_json, read_text,
-                         replace_file)
-from common.tokenizer import EOS_TOKENS, HUB_NAME, HFTokenizer, byte_signs
+from common.keys import (UserError, first_line, model_module, need, note, read_json,
+                         read_text, replace_file)
+from common.tokenizer import HUB_NAME, HFTokenizer, byte_signs, same_text, words_of_bytes
+
+EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"  # where a model's files name none
 
 
 def from_pretrained(path):
@@ -194,17 +196,58 @@ UNREAD = {"_name_or_path", "architectures", "dtype", "transformers_version", "ro
 # ---- tokenizers ----
 
 def hf_tokenizer(name) -> HFTokenizer:
-    """The tokenizer of a model's folder or hub name."""
+    """The tokenizer of a model's folder or hub name. UserError if a text is lost in it."""
     try:
         folder = hub_folder(name, ["tokenizer.json", "tokenizer_config.json"])
-        config = folder / "tokenizer_config.json"
+        config, file = folder / "tokenizer_config.json", folder / "tokenizer.json"
         eos = read_json(config).get("eos_token") if config.exists() else None
         eos = eos["content"] if isinstance(eos, dict) else eos  # older files
-        file = folder / "tokenizer.json"
-        return HFTokenizer(read_text(file, file), eos)
+        tokenizer = read_tokenizer(read_text(file, file), eos)
+        check_lossless(tokenizer, name)
+        return tokenizer
     except Exception as e:  # of the library, which has no class of its own, or of the files
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         raise UserError(f"tokenizer hf:{name} cannot be used: {kind}{first_line(e)}") from None
+
+
+def read_tokenizer(text, eos=None) -> HFTokenizer:
+    """The tokenizer of a tokenizer.json. Truncation, padding and dropout are left out, because ids
+    are to depend on the text alone, and so is what adds special tokens. eos is the end-of-text
+    token, which is found among EOS_TOKENS where it is None."""
+    data = {**json.loads(text), "truncation": None, "padding": None, "post_processor": None}
+    data["model"].pop("dropout", None)
+    library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
+    vocab = library.get_vocab()
+    eos = eos or next((token for token in EOS_TOKENS if token in vocab), None)
+    if eos not in vocab:
+        raise ValueError("no end-of-text token: name one of its vocabulary as eos_token in "
+                         "tokenizer_config.json")
+    library.add_special_tokens([eos])
+    return HFTokenizer(library.to_str(), eos)
+
+
+# Every byte of UTF-8 stands in one of these characters, and so do capitals, digits and quotes of
+# all kinds; then come characters that Unicode's normal forms change, and blanks of no width.
+PROBE = "".join(map(chr, [*range(0x100), *range(0x100, 0x1000, 64), *range(0x1000, 0x10000, 4096),
+                          *range(0x10000, 0x110000, 0x40000)]))
+PROBE += "\u0301\u212b\ufb01\uff21\u338f\u2026\u201c\u201d\u3000\u200b\u200d\u2028\ufeff\ufffd\u2581"
+PROBES = ["a", "A", "  a", "a  ", "\n a\n\n", "\ta \t", "a, b . C ! I 'm n't ``a''", "a" + 40 * " " + "b",
+          *(f"a{c}B" for c in PROBE), *(f"a {c} {c} B" for c in PROBE)]
+
+
+def check_lossless(tokenizer, name):
+    """ValueError for a tokenizer that does not give every text back: its bits per byte would count
+    bytes that its tokens do not stand for. A note tells where texts come back in another form."""
+    added = tokenizer.library.get_added_tokens_decoder().values()
+    changed = []
+    for text in [*PROBES, *(f"a  {token.content}  b" for token in added)]:
+        back = tokenizer.decode(tokenizer.encode(text))
+        if not same_text(text, back):
+            raise ValueError(f"not every text comes back: {text!r:.60} as {back!r:.60}")
+        changed += [f"{text!r} as {back!r}"] * (text != back)
+    if changed:
+        note(f"hf:{name} gives some texts back in another form ({changed[0]}): bytes are counted "
+             f"in that form")
 
 
 def hub_folder(name, files) -> Path:
@@ -241,13 +284,12 @@ def library_bpe(tokenizer):
     """A byte or bpe tokenizer as one of the library `tokenizers`. Any two tokens that make a third
     are merged, as tiktoken does, in the order of the thirds."""
     library, signs = need("tokenizers"), {byte: sign for sign, byte in byte_signs().items()}
-    vocab = {"".join(map(signs.get, piece)): i for i, piece in enumerate(tokenizer.pieces[:-1])}
+    pieces = map(tokenizer.decode_bytes, ([i] for i in range(tokenizer.eot)))
+    vocab = {"".join(map(signs.get, piece)): i for i, piece in enumerate(pieces)}
     merges = [(word[:i], word[i:]) for word in vocab for i in range(1, len(word))
               if word[:i] in vocab and word[i:] in vocab]
-    found, steps = library.Tokenizer(library.models.BPE(vocab, merges)), library.pre_tokenizers
-    before = [steps.ByteLevel(add_prefix_space=False, use_regex=False)]
-    if tokenizer.kind == "bpe":
-        before.insert(0, steps.Split(library.Regex(tokenizer.made_of["pattern"]), "isolated"))
-    found.pre_tokenizer, found.decoder = steps.Sequence(before), library.decoders.ByteLevel()
+    found = library.Tokenizer(library.models.BPE(vocab, merges))
+    found.pre_tokenizer = words_of_bytes(tokenizer.made_of.get("pattern"))
+    found.decoder = library.decoders.ByteLevel()
     found.add_special_tokens([EOS_TOKENS[0]])
     return found

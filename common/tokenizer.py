@@ -3,20 +3,17 @@ Text <-> token ids: bytes, characters, byte-pair encoding trained here, GPT-2's,
 Hugging Face models. to_dict() holds all that load_tokenizer needs: no other file, no download.
 """
 import base64
-import codecs
-import json
 import re
 import sys
+from unicodedata import normalize
 
 import numpy as np
 
 from common.keys import UserError, first_line, need
 
 MAX_BPE = 1 << 18
-EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"  # where a model's files name none
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MARK = "\U0010ffff"  # a character that no token holds
-PROBE = "0  0 a b\U0001d306"  # with one that only tokens of bytes spell
 # characters encoded at once: tiktoken's stack overflows on 10^6 spaces
 SLICE = 1 << 16
 # How GPT-4 splits text before byte pairs are merged; no merge crosses these pieces.
@@ -34,13 +31,14 @@ GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+"
 
 
 class Tokenizer:
-    """No text is encoded as end-of-text: "<|endoftext|>" is thirteen characters like any other."""
+    """What all kinds share. A kind has two methods of its own: encode_slice(text, first) returns
+    the ids of a slice of a text, as an array, and spell(ids) the bytes of ids. No text is encoded
+    as end-of-text: "<|endoftext|>" is thirteen characters like any other."""
+    anchor = ()     # ids of some text: streamed text follows them
 
-    def __init__(self, pieces, eot, kind, **made_of):
-        """pieces: the bytes of each id; eot: the id of end-of-text; kind, made_of: the class and
-        its arguments."""
-        self.pieces, self.vocab_size, self.eot = pieces, len(pieces), eot
-        self.kind, self.made_of = kind, made_of
+    def __init__(self, vocab_size, eot, kind, /, **made_of):
+        """eot is the id of end-of-text. kind and made_of are the class and its arguments."""
+        self.vocab_size, self.eot, self.kind, self.made_of = vocab_size, eot, kind, made_of
 
     def to_dict(self) -> dict:
         return {"kind": self.kind, **self.made_of}
@@ -55,35 +53,52 @@ class Tokenizer:
         return [i for ids in parts for i in ids.tolist()]
 
     def decode_bytes(self, ids) -> bytes:
-        """Ids -> bytes, which may end inside a character."""
-        return b"".join([self.pieces[i] for i in ids])
+        """Ids -> bytes, which may end inside a character. End-of-text has none."""
+        ids = np.asarray(ids, dtype=np.int64)
+        return self.spell(ids[ids != self.eot])
 
     def decode(self, ids) -> str:
+        """Return the text that begins with these ids."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
+    def continued(self, before, ids) -> str:
+        """Return the text that ids add to the text of the ids before them."""
+        return self.decode([*before, *ids])[len(self.decode(before)):]
+
     def stream(self, ids):
-        """Yields the text that each id adds; a character of several tokens comes with its last.
-        Then, once more, what is left: U+FFFD for a character that was not finished."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        """Yields the text that each id adds to a text, then the text of the ids that still wait.
+        Ids wait while their text ends in U+FFFD, because a character may be unfinished. It lacks
+        at least one of at most four bytes, so three ids wait at most."""
+        before, waiting = self.anchor, []
         for i in ids:
-            yield decoder.decode(self.decode_bytes([i]))
-        yield decoder.decode(b"", final=True)
+            waiting.append(i)
+            unfinished = self.continued(before, waiting).endswith("\ufffd")
+            ready = waiting[:-3] if unfinished else waiting[:]
+            text = self.continued(before, ready)
+            before = ready if text else before
+            del waiting[:len(ready)]
+            yield text
+        yield self.continued(before, waiting)
 
 
 class ByteTokenizer(Tokenizer):
     def __init__(self):
-        super().__init__([*(bytes([i]) for i in range(256)), b""], 256, "byte")
+        super().__init__(257, 256, "byte")
 
     def encode_slice(self, text, first=True) -> np.ndarray:
         return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def spell(self, ids):
+        return ids.astype(np.uint8).tobytes()
 
 
 class CharTokenizer(Tokenizer):
     def __init__(self, chars):
         chars = "".join(sorted(set(chars)))
-        super().__init__([*map(str.encode, chars), b""], len(chars), "char", chars=chars)
-        self.ids = np.full(sys.maxunicode + 1, -1)      # of each character; -1: unknown
-        self.ids[list(map(ord, chars))] = range(len(chars))
+        super().__init__(len(chars) + 1, len(chars), "char", chars=chars)
+        self.codes = np.frombuffer(chars.encode("utf-32-le"), "<u4")    # of each id
+        self.ids = np.full(sys.maxunicode + 1, -1)                      # of each code; -1: unknown
+        self.ids[self.codes] = range(len(chars))
 
     def encode_slice(self, text, first=True) -> np.ndarray:
         ids = self.ids[np.frombuffer(text.encode("utf-32-le"), "<u4")]
@@ -91,6 +106,9 @@ class CharTokenizer(Tokenizer):
             char = text[int(ids.argmin())]
             raise UserError(f"character {char!r} is not in the char tokenizer's vocabulary")
         return ids
+
+    def spell(self, ids):
+        return self.codes[ids].tobytes().decode("utf-32-le").encode()
 
 
 class BPETokenizer(Tokenizer):
@@ -100,33 +118,33 @@ class BPETokenizer(Tokenizer):
         ids = {piece: i for i, piece in enumerate(pieces)}
         if len(ids) != len(pieces) or not {bytes([i]) for i in range(256)} <= ids.keys():
             raise ValueError("ranks repeat, or a byte is missing")  # tiktoken would panic
-        super().__init__([*pieces, b""], len(pieces), "bpe", pattern=pattern, ranks=ranks)
+        super().__init__(len(ids) + 1, len(ids), "bpe", pattern=pattern, ranks=ranks)
         self.bpe = need("tiktoken").Encoding(
             "nanorecur", pat_str=pattern, mergeable_ranks=ids, special_tokens={})
 
     def encode_slice(self, text, first=True) -> np.ndarray:
         return np.array(self.bpe.encode_ordinary(text), dtype=np.uint32)
 
+    def spell(self, ids):
+        return self.bpe.decode_bytes(ids.tolist())
+
 
 class HFTokenizer(Tokenizer):
-    """A Hugging Face model's that gives every text back: a BPE of bytes (GPT-2, SmolLM, Llama 3)
-    or one with byte fallback (Llama 2). Ids and text are those of the library `tokenizers`, but no
-    text becomes a special token, and none is added."""
+    """A tokenizer of the library `tokenizers`, as huggingface.py reads it from a model. Ids and
+    text are those of the library, but no text becomes a special token, and none is added."""
 
-    def __init__(self, json, eos=None):
-        """json: the text of a tokenizer.json; eos: that of end-of-text."""
-        self.library, eos = hf_library(json, eos)
-        added = self.library.get_added_tokens_decoder().values()
-        special = {token.content for token in added if token.special}
-        super().__init__(hf_pieces(self.library, special), self.library.token_to_id(eos), "hf",
-                         eos=eos, json=self.library.to_str())
-        # some put a blank before a text: between slices, before a mark that no token joins
-        self.mark, self.n_mark = "", 0
-        if self.decode_bytes(self.encode("a")).startswith(b" "):
-            self.n_mark, self.mark = len(self.encode(MARK)), MARK
-        ids = self.encode(text := PROBE + " ".join(sorted(special)))
-        if {self.decode(ids).strip(), self.decode_bytes(ids).decode().strip()} != {text}:
-            raise ValueError("not every text comes back, as from a BPE with tokens for all bytes")
+    def __init__(self, json, eos):
+        """json is the text of a tokenizer.json, eos the text of its end-of-text token."""
+        self.library = need("tokenizers").Tokenizer.from_str(json)
+        self.library.encode_special_tokens = True
+        vocab = self.library.get_vocab()
+        super().__init__(max(vocab.values()) + 1, vocab[eos], "hf", eos=eos, json=json)
+        self.anchor = self.encode("a")
+        # Some put a blank before a text. The next slices of a text stand behind a mark for them,
+        # which no token joins.
+        n_mark = len(self.encode(MARK))
+        blank = self.encode(MARK + "a")[n_mark:] != self.anchor
+        self.mark, self.n_mark = (MARK, n_mark) if blank else ("", 0)
 
     def encode_slice(self, text, first=True) -> np.ndarray:
         # a batch of one: unlike the library's encode it lets the other threads run
@@ -134,18 +152,17 @@ class HFTokenizer(Tokenizer):
         encoding, = self.library.encode_batch_fast(batch, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)[0 if first else self.n_mark:]
 
-    def decode(self, ids) -> str:
-        """The text that begins with these ids. (What they add to a text is stream's.)"""
-        return self.library.decode(ids)
+    def spell(self, ids):
+        return self.library.decode(ids.tolist()).encode()
 
 
 class TaskTokenizer(Tokenizer):
     """The token ids of a synthetic task (tasks.py) as text: decimal numbers between blanks. There
     is no end-of-text."""
+    anchor = (0,)
 
     def __init__(self, vocab_size):
-        pieces = [f" {i}".encode() for i in range(vocab_size)]
-        super().__init__(pieces, None, "task", vocab_size=vocab_size)
+        super().__init__(vocab_size, None, "task", vocab_size=vocab_size)
 
     def encode(self, text) -> list:
         ids, words = {str(i): i for i in range(self.vocab_size)}, text.split()
@@ -154,8 +171,8 @@ class TaskTokenizer(Tokenizer):
                             f"blanks between them, got {text!r:.60}")
         return [ids[word] for word in words]
 
-    def decode(self, ids) -> str:
-        return super().decode(ids).removeprefix(" ")
+    def spell(self, ids):
+        return " ".join(map(str, ids)).encode()
 
 
 KINDS = {"byte": ByteTokenizer, "char": CharTokenizer, "bpe": BPETokenizer, "hf": HFTokenizer,
@@ -173,6 +190,12 @@ def load_tokenizer(saved) -> Tokenizer:
         raise UserError(f"malformed tokenizer: {type(e).__name__}: {first_line(e)}") from None
 
 
+def same_text(text, back):
+    """Whether `back` is the text, or canonically equivalent to it (Unicode's NFC), or has blanks
+    in place of SentencePiece's sign of a blank."""
+    return text == back or len({normalize("NFC", t).replace("▁", " ") for t in (text, back)}) == 1
+
+
 def slices(text, size=SLICE):
     """Cuts a text into slices of at most `size` characters, which are encoded one by one. A cut
     before a space that follows a non-space changes no token where none holds the two, as in a BPE
@@ -187,13 +210,36 @@ def slices(text, size=SLICE):
 def train_bpe(size, texts) -> BPETokenizer:
     if not 257 < size <= MAX_BPE:  # 256 bytes, merges, end-of-text
         raise UserError(f"tokenizer bpe:{size}: the size must be 258 to {MAX_BPE}")
-    bpe = need("rustbpe").Tokenizer()
-    bpe.train_from_iterator(texts, vocab_size=size - 1, pattern=PATTERN)
-    ranks = sorted(bpe.get_mergeable_ranks(), key=lambda rank: rank[1])
-    if len(ranks) < size - 1:
-        raise UserError(f"tokenizer bpe:{size}: the text has merges for bpe:{len(ranks) + 1} "
+    tokenizers, signs = need("tokenizers"), byte_signs()
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = words_of_bytes(PATTERN)
+    # The signs stand first, in the order of their bytes, so that the byte values are ids. Pairs
+    # that are equally frequent are merged in the order of their ids.
+    library.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+        vocab_size=size - 1, special_tokens=[*signs], show_progress=False))
+    vocab = library.get_vocab()
+    if len(vocab) < size - 1:
+        raise UserError(f"tokenizer bpe:{size}: the text has merges for bpe:{len(vocab) + 1} "
                         "only; take a smaller size, or more text")
-    return BPETokenizer(PATTERN, in_base64(bytes(piece) for piece, _ in ranks))
+    words = sorted(vocab, key=vocab.get)
+    return BPETokenizer(PATTERN, in_base64(bytes(map(signs.get, word)) for word in words))
+
+
+def byte_signs() -> dict:
+    """{sign: byte}, in the order of the bytes: how the library writes bytes in a vocabulary, after
+    GPT-2. Bytes that print stand for themselves, and the others are U+0100 and on."""
+    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (chr(code) for code in range(256, 512))
+    return {chr(i) if i in printing else next(others): i for i in range(256)}
+
+
+def words_of_bytes(pattern):
+    """The library's pre-tokenizer of a BPE of bytes. No merge crosses the pieces of the pattern;
+    without one a text is one piece."""
+    library = need("tokenizers")
+    steps = library.pre_tokenizers
+    split = [steps.Split(library.Regex(pattern), "isolated")] if pattern else []
+    return steps.Sequence([*split, steps.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def gpt2_tokenizer() -> BPETokenizer:
@@ -210,48 +256,3 @@ def gpt2_tokenizer() -> BPETokenizer:
 
 def in_base64(pieces) -> str:
     return " ".join(base64.b64encode(piece).decode() for piece in pieces)
-
-
-# ---- words of Hugging Face vocabularies ----
-
-def byte_signs() -> dict:
-    """{sign: byte} in a vocabulary of bytes. GPT-2 writes the bytes that print as they are, the
-    others as U+0100 and on."""
-    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [i for i in range(256) if i not in printing]
-    return {**{chr(i): i for i in printing}, **{chr(256 + n): i for n, i in enumerate(others)}}
-
-
-def hf_library(text, eos):
-    """A tokenizer.json as the library reads it, without what depends on more than the text, and
-    without what adds special tokens or makes them from text. And its end-of-text, which is found
-    where none is given."""
-    data = {**json.loads(text), "truncation": None, "padding": None, "post_processor": None}
-    data["model"].pop("dropout", None)
-    library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
-    vocab = library.get_vocab()
-    eos = eos or next((token for token in EOS_TOKENS if token in vocab), None)
-    if eos not in vocab:
-        raise ValueError("no end-of-text token: name one of its vocabulary as eos_token in "
-                         "tokenizer_config.json")
-    library.add_special_tokens([eos])
-    library.encode_special_tokens = True
-    return library, eos
-
-
-def hf_pieces(library, special) -> list:
-    """The bytes that each id adds to a text, maybe a part of a character; special tokens and
-    unused ids add nothing."""
-    vocab, of_bytes = library.get_vocab(), "ByteLevel" in str(library.decoder)
-    pieces, signs = [b""] * (max(vocab.values()) + 1), byte_signs()
-    for word, i in vocab.items():
-        if word in special:
-            continue
-        if of_bytes:    # only added tokens have other signs
-            known = signs.keys() >= set(word)
-            pieces[i] = bytes(map(signs.get, word)) if known else word.encode()
-        elif re.fullmatch("<0x[0-9A-F]{2}>", word):
-            pieces[i] = bytes.fromhex(word[3:5])
-        else:
-            pieces[i] = word.replace("▁", " ").encode()
-    return pieces

@@ -22,7 +22,7 @@ from common import data
 from common.keys import UserError
 from conftest import ROOT, python
 from common.data import TokenData
-from common.huggingface import hf_tokenizer
+from common.huggingface import hf_tokenizer, read_tokenizer
 from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, load_tokenizer,
                               slices, train_bpe)
 
@@ -205,7 +205,7 @@ def test_ids_and_text_are_the_librarys(data, monkeypatch):
     from tokenizers import Tokenizer
     library, text = Tokenizer.from_str(json.dumps(data())), "cat cat 2024     naïve 你好\r\n\t's  x cat <think>\t\ty"
     truncation = {"max_length": 9, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
-    tokenizer = HFTokenizer(json.dumps({**data(), "truncation": truncation}), library.id_to_token(2))
+    tokenizer = read_tokenizer(json.dumps({**data(), "truncation": truncation}), library.id_to_token(2))
     for part in text, " " + text, 100 * text:
         monkeypatch.setattr("common.tokenizer.slices", lambda text: slices(text, 700))
         assert tokenizer.encode(part) == (ids := library.encode(part, add_special_tokens=False).ids)
