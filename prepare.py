@@ -10,22 +10,27 @@ Text -> token files: one folder data/<name>/ with train.bin, val.bin and meta.js
 dataset    python            *.py of the interpreter's standard library, without its tests
            file:PATH         a text file, a glob, or the text and code below a folder
            shakespeare       tinyshakespeare (a download of 1 MB)
-           hf:NAME[:config]  a data set of the Hugging Face hub (streamed), or a folder of one, or
-                             a file of rows: .jsonl, .csv, .parquet; their text_column
+           hf:NAME[:config]  a data set of the Hugging Face hub (streamed)
+           hf:PATH           a table (.jsonl, .csv, .parquet), or the tables below a folder
 tokenizer  byte              256 byte values; vocabulary 257
            char              the distinct characters of the text
            bpe:SIZE          byte-pair encoding, trained on the train split; SIZE tokens in all
            gpt2              GPT-2's (downloaded once, or read from TIKTOKEN_CACHE_DIR)
            hf:PATH_OR_NAME   a Hugging Face model's BPE: a folder with tokenizer.json, or a hub name
 
-A document goes to the split that its SHA-256 gives, so it stays there when others come or go.
-Where val would miss val_fraction of the bytes by a tenth, it takes documents in the order of their
-SHA-256, and one that is too large for it is cut: its end goes to val. A single one is always cut.
-Of a long source (SAMPLE_BYTES) the start decides; then documents over a thousandth of it are cut.
-End-of-text follows every document but a single one. Files that are not UTF-8 are skipped (and
-counted). A document must fit in memory, a stream need not. The same source and settings give the
-same tokens. What fails or is stopped leaves nothing behind.
+A row of a table is a document, and so is a text file. A document goes to val if its SHA-256 is
+below val_fraction, so it stays in its split when others come or go. Where that would leave a split
+empty, as it does with a single document, the end of each document goes to val. End-of-text follows
+every document but a single one. The tables of a folder are those of split= if the names of all of
+them tell a split, and else all tables of the folder. Files of other kinds are named and not read.
+Documents that are not UTF-8 text are skipped and counted.
+
+A document must fit in memory, a stream need not. The same source and settings give the same
+tokens. A data set is made beside its place and renamed, so that a call that fails or is stopped
+leaves nothing behind; the next call removes what a killed one left. meta.json records size, date
+and content of the local files that were read, and train.py tells where they have changed.
 """
+import contextlib
 import glob
 import hashlib
 import json
@@ -33,6 +38,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import sysconfig
@@ -43,90 +49,136 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
-from common.data import TokenData, folder_name
-from common.keys import (UserError, check_name, first_line, need, run_cli, split_args,
-                         typed_config)
-from common.tokenizer import (HUB_NAME, ByteTokenizer, CharTokenizer, gpt2_tokenizer, slices,
-                              train_bpe)
+from common.data import check_dataset, folder_name, load_data
+from common.keys import (UserError, check_name, first_line, lock, need, note, read_text, run_cli,
+                          sha256_of, split_args, typed_config, unlock)
+from common.tokenizer import (HUB_NAME, SURROGATE, ByteTokenizer, CharTokenizer, check_back,
+                              gpt2_tokenizer, slices, train_bpe)
 
 BATCH = 512  # slices of text handed to the encoding threads at once
-SAMPLE_BYTES = 200_000_000  # text that a BPE, and the splits of a stream, are taken from
-SAMPLE_DOCUMENTS = 1_000_000  # documents that the splits are taken from
+SAMPLE_BYTES = 200_000_000  # text that a BPE, and the characters of a hub's data set, are taken from
 
 
 @dataclass
 class PrepareConfig:
-    dataset: str = "python"  # python, file:PATH, shakespeare, hf:NAME[:config]
+    dataset: str = "python"  # python, file:PATH, shakespeare, hf:NAME[:config], hf:PATH
     tokenizer: str = "byte"  # byte, char, bpe:SIZE, gpt2, hf:PATH_OR_NAME
     data_dir: str = "data"  # where the data set's folder is made
     name: str = ""  # name of that folder, if not <dataset>-<tokenizer>
-    val_fraction: float = 0.1  # fraction of the text that is kept for validation
+    val_fraction: float = 0.1  # fraction of the documents that is kept for validation
     text_column: str = "text"  # column of hf:
     split: str = "train"  # split of a Hugging Face data set that is read
     max_tokens: int = 0  # stop at so many tokens, train and val together (0: all)
     overwrite: bool = False  # replace a data set that is already there
 
 
-# ---- where documents come from: text files, rows of a table, the Hugging Face hub ----
+# ---- local files ----
 
 TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js",
         ".ts", ".java", ".go", ".rs", ".sh")
-# tests are a third of the standard library, and Debian's python3 lacks them
+# Tests are a third of the standard library, and Debian's python3 lacks them.
 NO_TEXT = "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"
-TABLES = ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow"  # which hf: reads
+TABLE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.(gz|bz2|xz|zst))?$", re.I)
+# The library `datasets` finds a table's split by these words in its path.
+SPLITS = {"train": "train|training", "validation": "validation|valid|dev|val",
+          "test": "test|testing|eval|evaluation"}
+
+
+def source_files(dataset, split):
+    """(local files that a data set is made from, files beside them that are not read), sorted.
+    Both are empty for data sets of a network."""
+    kind, _, path = dataset.partition(":")
+    path = os.path.expanduser(path)
+    if dataset == "python":
+        return text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT)[0], []
+    if kind == "file":
+        return text_files(path)
+    return table_files(path, split) if kind == "hf" and os.path.exists(path) else ([], [])
+
+
+def text_files(path, endings=TEXT, skip=("__pycache__",)):
+    """The files of a path: itself, a glob's, or those below a folder that have one of the endings.
+    Then the others. UserError for a table."""
+    folder = os.path.isdir(path)
+    found = list(files_below(path, skip)) if folder else glob.glob(path, recursive=True)
+    found = [path] if os.path.isfile(path) else found
+    read = [f for f in found if os.path.isfile(f) and (not folder or f.lower().endswith(endings))]
+    if not read:
+        raise UserError(f"file:{path} is neither a file nor a folder with text files, and none "
+                        "match it (hf:FOLDER reads .jsonl, .csv, .parquet)")
+    for table in filter(TABLE.search, read):
+        raise UserError(f"{table} is a table: dataset=hf:PATH reads it, or a folder of tables")
+    return sorted(read, key=lambda f: os.path.relpath(f, path)), sorted({*found} - {*read})
+
+
+def files_below(folder, skip=(), above=()):
+    """All files below a folder that are not hidden. Linked folders are read as well, but for one
+    that leads to a folder above it."""
+    real = os.path.realpath(folder)
+    for entry in os.scandir(folder) if real not in above else ():
+        if entry.is_dir() and entry.name[0] != "." and entry.name not in skip:
+            yield from files_below(entry.path, skip, (*above, real))
+        elif entry.name[0] != "." and entry.is_file():
+            yield entry.path
+
+
+def table_files(path, split):
+    """The tables of a path that are read, and the files of a folder that are not. They are those
+    of a split where each table has one, and else all."""
+    files = sorted(files_below(path)) if os.path.isdir(path) else [path]
+    tables = list(filter(TABLE.search, files))
+    splits = card_splits(path) or {f: split_of(os.path.relpath(f, path)) for f in tables}
+    if None not in splits.values():
+        tables = [f for f in tables if split in (splits.get(f), splits.get(os.path.realpath(f)))]
+    if not tables:
+        raise UserError(f"hf:{path} has no table (.jsonl, .csv, .parquet) of split={split}; "
+                        f"file:{path} reads texts")
+    return tables, [f for f in files if f not in tables]
+
+
+def card_splits(folder):
+    """{real path of a file: its split} if the README.md of a data set lists its files."""
+    card = Path(folder, "README.md")
+    if not card.is_file() or "\nconfigs:" not in read_text(card, card):
+        return {}
+    try:
+        splits = need("datasets").load_dataset_builder(folder).config.data_files
+        return {os.path.realpath(f): split for split, files in splits.items() for f in files}
+    except Exception as e:  # of the library
+        raise UserError(f"cannot read {card}: {type(e).__name__}: {first_line(e)}") from None
+
+
+def split_of(path):
+    """The split that the path of a table tells, folders first; None if there is none."""
+    if shard := re.fullmatch(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*", path):
+        return shard[1]
+    return next((split for part in Path(path).parts for split, words in SPLITS.items()
+                 if re.search(rf"(^|[-._ 0-9])({words})([-._ 0-9]|$)", part)), None)
+
+
+# ---- documents ----
+
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                "tinyshakespeare/input.txt")
 
 
-def documents(cfg):
+def documents(cfg, files):
     """The texts of a data set, in a fixed order. A column may hold other things too."""
-    kind, _, rest = cfg.dataset.partition(":")
-    if cfg.dataset == "python":
-        yield from texts(text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT))
-    elif kind == "file":
-        yield from texts(text_files(os.path.expanduser(rest)))
-    elif kind == "hf" and rest:
-        yield from hf_texts(rest, cfg)
+    if cfg.dataset.startswith("hf:") and cfg.dataset != "hf:":
+        yield from rows(cfg, files)
     elif cfg.dataset == "shakespeare":
         yield download(SHAKESPEARE)
-    else:
+    elif not files:
+        check_dataset(cfg.dataset)
         raise UserError(f"unknown dataset {cfg.dataset!r:.60}: the data sets are python, "
                         "file:PATH, shakespeare, hf:NAME[:config]")
-
-
-def texts(files):
-    """The content of each file. UserError for a table."""
-    for file in map(Path, files):
-        if file.suffix.lower() in TABLES:
-            raise UserError(f"{file} is a table: dataset=hf:PATH reads it, or a folder of such "
-                            f"files")
-        # bytes that are not UTF-8 are lone surrogates in it
-        yield file.read_bytes().decode(errors="surrogateescape")
-
-
-def text_files(path, extensions=TEXT, skip=("__pycache__",)) -> list:
-    """The files of a path, sorted: itself, a glob's, or those below a folder that are not hidden
-    and have one of the extensions."""
-    found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-    if os.path.isdir(path):
-        found = []
-        for folder, folders, names in os.walk(path, onerror=fail):
-            folders[:] = [f for f in folders if f not in skip and f[0] != "."]
-            names = [f for f in names if f.lower().endswith(extensions) and f[0] != "."]
-            found += [os.path.join(folder, f) for f in names]
-    found = sorted(filter(os.path.isfile, found), key=lambda f: os.path.relpath(f, path))
-    if not found:
-        raise UserError(f"file:{path} is neither a file nor a folder with text files, and none "
-                        "match it (hf:FOLDER reads .jsonl, .csv, .parquet)")
-    return found
-
-
-def fail(error):
-    raise error     # os.walk would go on
+    else:       # bytes that are not UTF-8 become lone surrogates
+        yield from (Path(f).read_bytes().decode(errors="surrogateescape") for f in files)
 
 
 @cache
@@ -139,99 +191,85 @@ def download(url) -> str:
                         "dataset=file:PATH") from None
 
 
-def hf_texts(name, cfg):
-    """The text column of a data set, row by row."""
+def rows(cfg, files):
+    """The text column of tables, row by row."""
     try:
-        for row in hf_rows(name, cfg.split).select_columns([cfg.text_column]):
-            yield row[cfg.text_column]
+        for builder, split in builders(cfg, files):
+            if builder.name == "csv":   # its cells are text, also numbers, "null" and "NA"
+                builder.config.na_filter = False
+                builder.config.converters = {cfg.text_column: str}
+            for row in builder.as_streaming_dataset(split).select_columns([cfg.text_column]):
+                yield row[cfg.text_column]
     except Exception as e:  # of the library, the hub or the network
-        raise UserError(f"cannot read hf:{name} (text_column={cfg.text_column}): "
+        raise UserError(f"cannot read {cfg.dataset} (text_column={cfg.text_column}): "
                         f"{type(e).__name__}: {first_line(e)}") from None
 
 
-def hf_rows(name, split):
-    """Local data by its absolute path, else a data set of the hub. (Of other names the library
-    makes its own sense: `text` and `json` read any file below the working directory.)"""
-    datasets, path = need("datasets"), Path(name).expanduser().absolute()
-    for library in "huggingface_hub", "datasets":  # what fails is told below, once
+def builders(cfg, files):
+    """(a builder of the library, its split) for the files of each format, or for a data set of the
+    hub. The library makes its own sense of other names: as `text` it would read any file below the
+    working directory."""
+    datasets = need("datasets")
+    for library in "huggingface_hub", "datasets":  # what fails is told above, once
         logging.getLogger(library).setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
-    if path.exists():
-        folder, file = (path, None) if path.is_dir() else (path.parent, glob.escape(path.name))
-        if glob.has_magic(str(folder)):
-            raise ValueError(f"the library takes the name of {folder} as a pattern: rename it")
-        return datasets.load_dataset(str(folder), data_files=file, split=split, streaming=True)
-    name, _, config = name.partition(":")
-    if not HUB_NAME.fullmatch(name):
-        raise ValueError("it is neither a folder, a data file nor a hub name (owner/name)")
-    return datasets.load_dataset(name, config or None, split=split, streaming=True)
+    endings = [TABLE.search(f)[1].lower() for f in files]
+    for ending in sorted(set(endings)):
+        module = {"jsonl": "json", "ndjson": "json", "tsv": "csv"}.get(ending, ending)
+        paths = [glob.escape(os.path.abspath(f)) for f, e in zip(files, endings) if e == ending]
+        options = {"sep": "\t"} if ending == "tsv" else {}
+        yield datasets.load_dataset_builder(module, data_files=paths, **options), "train"
+    if not files:
+        _, name, config = f"{cfg.dataset}:".split(":", 3)[:3]
+        if not HUB_NAME.fullmatch(name):
+            raise ValueError("it is neither a folder, a data file nor a hub name (owner/name)")
+        yield datasets.load_dataset_builder(name, config or None), cfg.split
 
 
-# ---- documents ----
+# ---- splits ----
 
 class Corpus:
-    """Documents in a fixed order, and how they are split. texts(): their texts, in a new pass. Of
-    more than `limit` bytes, or of very many, only the start is looked at: a document larger than
-    a thousandth of it is cut."""
+    """The documents of a source in a fixed order, and how they are split."""
 
-    def __init__(self, texts, fraction, limit=math.inf):
-        self.texts, self.fraction, self.limit = texts, fraction, limit
-        self.edge, self.part, self.large = int(fraction * 2**64).to_bytes(8, "big"), 0, math.inf
-        self.count, total, sizes = 0, 0, Counter()
-        for key, size, _ in self:
-            sizes[key] += size
-            total, self.count = total + size, self.count + 1
-            if total >= limit or self.count == SAMPLE_DOCUMENTS:
-                self.large = total / 1000
-                return
-        wanted = max(2, round(total * fraction))
-        slack = min(wanted, total - wanted) / 10
-        by_hash = sum(size for key, size in sizes.items() if key < self.edge)
-        if abs(by_hash - wanted) > slack:
-            self.fill(sorted(sizes.items()), wanted, slack)
+    def __init__(self, texts, fraction):
+        """texts() begins a new pass over the documents' texts."""
+        self.texts, self.fraction = texts, fraction
+        self.edge = int(fraction * 2**64).to_bytes(8, "big")
+        self.count, splits = 0, set()
+        for self.count, text in enumerate(self, 1):
+            splits.add(self.split(text))
+            if len(splits) == 2:
+                break
+        self.cut = len(splits) < 2      # a split would be empty
 
     def __iter__(self):
-        """Yields (SHA-256, number of bytes, text) of each document that is not empty, and counts
-        what is no text: a number, or half of a surrogate pair, as JSON can write it."""
+        """Yields the text of each document that is not empty, and counts what is no text: a
+        number, or half of a surrogate pair, as JSON can write it."""
         self.skipped = 0
         for text in self.texts():
-            try:
-                text = text.removeprefix("\ufeff")  # a byte order mark
-                data = text.encode()
-            except (AttributeError, TypeError, UnicodeEncodeError):
+            if not isinstance(text, str) or SURROGATE.search(text):
                 self.skipped += 1
                 if self.skipped == 1000 and not self.count:     # a stream may have no end
                     raise UserError("1,000 documents, and none is text: is text_column= right?")
-                continue
-            if data:
-                yield hashlib.sha256(data).digest(), len(data), text
+            elif text := text.removeprefix("\ufeff"):           # a byte order mark
+                yield text
 
-    def fill(self, sizes, wanted, slack):
-        """Puts the edge where val has the bytes that are wanted. The document there is cut if val
-        is too small without it and too large with it."""
-        val = 0
-        for self.edge, size in sizes:   # the last one's stays
-            if val + size > wanted + slack:
-                self.part = (wanted - val) / size if val < wanted - slack else 0
-                return
-            val += size
+    def split(self, text):
+        return "val" if hashlib.sha256(text.encode()).digest() < self.edge else "train"
 
-    def parts(self, key, size, text) -> list:
-        """[(split, text)]: the whole document, or the two parts of one that is cut."""
-        part = self.part if key == self.edge else key < self.edge   # fraction of it for val
-        if size > self.large:
-            part = self.fraction
-        cut = size - round(size * part)
-        head = text if cut == size else text.encode()[:cut].decode(errors="ignore")
-        return [(split, t) for split, t in (("train", head), ("val", text[len(head):])) if t]
+    def parts(self):
+        """Yields (split, text) for each document, or for both parts of one that is cut."""
+        for text in self:
+            end = max(0, len(text) - max(2, round(len(text) * self.fraction)))
+            both = ("train", text[:end]), ("val", text[end:])
+            yield from filter(itemgetter(1), both if self.cut else [(self.split(text), text)])
 
     def slices(self):
         """Yields (split, slice of a text, whether it is its first, whether end-of-text follows)."""
-        for document in self:
-            for split, text in self.parts(*document):
-                *others, last = slices(text)
-                for n, part in enumerate([*others, last]):
-                    yield split, part, n == 0, self.count > 1 and n == len(others)
+        for split, text in self.parts():
+            *others, last = slices(text)
+            for n, part in enumerate([*others, last]):
+                yield split, part, n == 0, self.count > 1 and n == len(others)
 
     def sample(self, splits, limit):
         """Yields the text of the splits in slices, about `limit` bytes in all."""
@@ -242,6 +280,8 @@ class Corpus:
                 if limit <= 0:
                     return
 
+
+# ---- writing ----
 
 def build_tokenizer(cfg, corpus):
     kind, _, rest = cfg.tokenizer.partition(":")
@@ -254,53 +294,58 @@ def build_tokenizer(cfg, corpus):
         return hf_tokenizer(rest)
     if kind == "bpe":
         return train_bpe(int(rest), corpus.sample(["train"], SAMPLE_BYTES))
-    return CharTokenizer(set().union(*corpus.sample(["train", "val"], corpus.limit)))
+    limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") else math.inf
+    return CharTokenizer(set().union(*corpus.sample(["train", "val"], limit)))
 
-
-# ---- writing ----
 
 def encode(corpus, tokenizer, dtype, files, room) -> Counter:
     """One pass: every document through the tokenizer (on all cores) to the file of its split, at
-    most room[split] tokens. Returns the bytes of text in each."""
+    most room[split] tokens. Returns the bytes of text that the tokens of each stand for. UserError
+    if a text does not come back from its tokens."""
+    def encoded(piece):
+        _, text, first, ends = piece
+        ids = tokenizer.encode_slice(text, first)
+        back = check_back(text, tokenizer.decode(ids) if first else tokenizer.after(ids))
+        return np.append(ids, np.array([tokenizer.eot][:ends], dtype=np.int64)), len(back.encode())
+
     n_bytes = Counter()
     todo = (piece for piece in corpus.slices() if room[piece[0]])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         while any(room.values()) and (batch := list(islice(todo, BATCH))):
-            encoded = pool.map(lambda piece: tokenizer.encode_slice(*piece[1:3]), batch)
-            for (split, text, _, ends), ids in zip(batch, encoded):
-                ids = np.append(ids, np.array([tokenizer.eot][:ends], dtype=np.int64))
+            for (split, *_), (ids, size) in zip(batch, pool.map(encoded, batch)):
                 fits = ids[:room[split]]
                 whole = len(fits) == len(ids)
-                n_bytes[split] += len(text.encode() if whole else tokenizer.decode_bytes(fits))
+                n_bytes[split] += size if whole else len(tokenizer.decode_bytes(fits))
                 files[split].write(fits.astype(dtype).tobytes())
                 room[split] -= len(fits)
     return n_bytes
 
 
 def write_dataset(folder, cfg) -> dict:
-    """Writes the token files and meta.json into `folder`. Returns the meta."""
-    limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") else math.inf
-    corpus = Corpus(lambda: documents(cfg), cfg.val_fraction, limit)
+    """Makes `folder` with the token files and meta.json. Returns the meta."""
+    folder.mkdir()
+    files, others = source_files(cfg.dataset, cfg.split)
+    if others:
+        more = f" and {len(others) - 5:,} more" * (len(others) > 5)
+        note(f"{cfg.dataset}: not read: {', '.join(others[:5])}{more}")
+    source = fingerprint(files)
+    corpus = Corpus(lambda: documents(cfg, files), cfg.val_fraction)
     tokenizer = build_tokenizer(cfg, corpus)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     most = cfg.max_tokens or 1 << 62
     of_val = max(2, round(most * cfg.val_fraction))
     room = {"train": most - of_val, "val": of_val}
-    folder.mkdir()
-    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
+    paths = {split: folder / f"{split}.bin" for split in room}
+    with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
         n_bytes = encode(corpus, tokenizer, dtype, {"train": train, "val": val}, room)
-    splits = {}
-    for split in room:
-        with open(folder / f"{split}.bin", "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            tokens = file.tell() // dtype.itemsize      # at its end now
-        splits[split] = {"tokens": tokens, "bytes": n_bytes[split], "sha256": sha256}
+    splits = {split: {"tokens": path.stat().st_size // dtype.itemsize, "bytes": n_bytes[split],
+                      "sha256": sha256_of(path)} for split, path in paths.items()}
     if min(of["tokens"] for of in splits.values()) < 2:
         raise UserError(f"{cfg.dataset} is empty or too short: {corpus.count} documents of UTF-8 "
                         f"text, {corpus.skipped} others, a split would hold fewer than 2 tokens")
     meta = {**settings(cfg), "vocab_size": tokenizer.vocab_size,
             "dtype": dtype.name, "eot": tokenizer.eot, "splits": splits, "skipped": corpus.skipped,
-            "tokenizer": tokenizer.to_dict()}
+            "source": source, "tokenizer": tokenizer.to_dict()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
 
@@ -311,6 +356,31 @@ def settings(cfg) -> dict:
     return {"tokenizer_name": cfg.tokenizer, **{key: getattr(cfg, key) for key in keys}}
 
 
+def fingerprint(files) -> dict:
+    """What tells local files from others: their size, latest date and content, and a hash of where
+    they are, because meta.json is not to tell the paths of a machine."""
+    if not files:
+        return {}
+    stats, content = [os.stat(f) for f in files], "".join(map(sha256_of, files))
+    place = os.path.commonpath(map(os.path.abspath, files))
+    return {"size": sum(stat.st_size for stat in stats),
+            "date": max(stat.st_mtime_ns for stat in stats),
+            "content": hashlib.sha256(content.encode()).hexdigest(),
+            "path": hashlib.sha256(os.fsencode(place)).hexdigest()}
+
+
+def tell_changes(folder, meta):
+    """A note if the local files that a data set was made from are others now. Files that are gone
+    are none."""
+    source, dataset = meta.get("source"), str(meta.get("dataset"))
+    with contextlib.suppress(UserError, OSError):
+        now = fingerprint(source_files(dataset, meta.get("split"))[0])
+        changed = [key for key in now if isinstance(source, dict) and now[key] != source.get(key)]
+        if changed:
+            note(f"{dataset} has another {', '.join(changed)} than when {folder} was made from it: "
+                 f"prepare.py with the same keys and overwrite=true reads it again")
+
+
 # ---- all or nothing ----
 
 def prepare(cfg) -> Path:
@@ -318,7 +388,7 @@ def prepare(cfg) -> Path:
     it is. UserError for bad input, no network or no space."""
     check_settings(cfg)
     name = check_name(cfg.name or folder_name(cfg))
-    folder = Path(cfg.data_dir) / name
+    folder = Path(cfg.data_dir).expanduser() / name
     try:
         if already_there(folder, cfg):
             print(f"{folder}: already there (overwrite=true makes it again)")
@@ -353,48 +423,51 @@ def already_there(folder, cfg) -> bool:
                         "choose another name=")
     if cfg.overwrite:
         return False
-    try:
-        meta = TokenData(folder, "train").meta
-        TokenData(folder, "val")
-    except (UserError, OSError) as e:
-        raise UserError(f"{e}; overwrite=true makes it again") from None
-    made = [f"{k}={meta.get(k)!r:.60}" for k, v in settings(cfg).items() if meta.get(k) != v]
+    for data in load_data(folder).values():
+        data.check()
+    made = [f"{k}={data.meta.get(k)!r:.60}" for k, v in settings(cfg).items()
+            if data.meta.get(k) != v]
     if made:
         raise UserError(f"{folder} was made with {', '.join(made)}: overwrite=true replaces it, "
                         "name=... makes another")
+    tell_changes(folder, data.meta)
     return True
 
 
 def make_folder(folder, cfg) -> dict:
-    """Writes the data set beside its place, then renames it. What is unfinished is removed, also
-    after SIGINT and SIGTERM. Returns the meta."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    """Writes the data set into a temporary folder beside its place, then renames it. Returns the
+    meta. A killed call releases the lock of its temporary folder, so the next call removes it."""
+    for parent in folder.parents:
+        for new in parent.glob(f".{folder.name}.{8 * '?'}/new"):
+            with contextlib.suppress(UserError):
+                lock(new.parent)
+                clear(new.parent, folder)
     there = next(parent for parent in folder.parents if parent.exists())
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=there))
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=there) as temporary:
-            new, old = Path(temporary) / "new", Path(temporary) / "old"
-            meta = write_dataset(new, cfg)
-            if not already_there(folder, cfg):  # another process may have made it meanwhile
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                publish(new, folder, old)
-            return meta
+        lock(temporary)
+        meta = write_dataset(temporary / "new", cfg)
+        if not already_there(folder, cfg):  # another process may have made it meanwhile
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if folder.exists():
+                os.rename(folder, temporary / "old")
+            os.rename(temporary / "new", folder)
+        return meta
     finally:
-        signal.signal(signal.SIGTERM, before)
+        clear(temporary, folder)
 
 
-def publish(new, folder, old):
-    """Renames the finished folder into its place. A signal in between brings the old one back."""
-    try:
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(new, folder)
-    except BaseException:
-        if old.exists() and not folder.exists():
-            os.rename(old, folder)
-        raise
+def clear(temporary, folder):
+    """Removes a temporary folder. A data set that nothing has replaced yet goes back from it."""
+    if (temporary / "old").exists() and not folder.exists():
+        os.rename(temporary / "old", folder)
+    shutil.rmtree(temporary)
+    unlock(temporary)
 
 
 def main(argv):
+    # SIGTERM ends the program as SIGINT does, so that what is unfinished is removed
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     prepare(typed_config(PrepareConfig, split_args(argv)[1]))
 
 

@@ -49,7 +49,7 @@ class Sampling(Decoding):
 
 @dataclass
 class SampleConfig(Sampling):
-    prompt: str = "\n"      # text, literally; FILE:PATH a file's text; LINES:PATH a prompt a line
+    prompt: str = ""        # text; FILE:PATH a file's; LINES:PATH one a line (default: the run's)
     num_samples: int = 1    # samples of each prompt, all in one batch
     prefill: str = choice("", "exact", "interleaved")   # of lrt (default: the run's own)
 
@@ -211,10 +211,10 @@ def main(argv):
     (path,), keys = split_args(argv, least=1, most=1)
     cfg = typed_config(SampleConfig, keys)
     device = pick_device(cfg.device)
-    texts = read_prompts(cfg.prompt)
+    texts = read_prompts(cfg.prompt) if "prompt" in keys else []
     changed = {"prefill": cfg.prefill} if cfg.prefill else {}
     model, tokenizer, ckpt = load_run(path, device, cfg.dtype, fast=cfg.fast, **changed)
-    prompts = list(map(tokenizer.encode, texts))
+    prompts = list(map(tokenizer.encode, texts or [ckpt["config"].get("sample_prompt", "\n")]))
     check_prompts(prompts, tokenizer.vocab_size)
     limit, longest = model.context_limit, max(map(len, prompts))
     if limit and longest > limit:

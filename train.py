@@ -38,10 +38,10 @@ import torch
 from tqdm import tqdm
 
 import graphs
-from common.checkpoint import lock, newest, read_log, save_checkpoint
+from common.checkpoint import newest, read_log, save_checkpoint
 from common.data import bits_per_byte, data_folder, is_task
-from common.keys import (UserError, as_command, asks_help, first_line, help_text, model_module,
-                         note, replace_file, run_cli, split_args)
+from common.keys import (UserError, as_command, asks_help, first_line, help_text, lock,
+                         model_module, note, replace_file, run_cli, split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.process import (Processes, TrainConfig, autocast, check_fits, check_tokenizer,
                             config_file, device_name, fit_to_data, flops_of_step, load_teacher,
@@ -49,7 +49,7 @@ from common.process import (Processes, TrainConfig, autocast, check_fits, check_
                             tokens_per_step)
 from common.sharded import gathered, shard, whole
 from common.tasks import count_right
-from prepare import PrepareConfig, prepare
+from prepare import PrepareConfig, prepare, tell_changes
 from sample import sample_text
 
 # ---- set-up ----
@@ -96,9 +96,11 @@ def setup(argv):
     procs.join()                                # the others wait for the data
     batches = open_batches(cfg, model_fields["block_size"])
     data = batches.train
+    if not is_task(cfg.dataset):
+        tell_changes(data.folder, data.meta)
     if ckpt is not None:
         check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
-    fit_to_data(cfg, given, data)
+    fit_to_data(cfg, given, batches)
     model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(procs.device)
     set_budget(cfg, model)
     if cfg.fsdp:

@@ -8,7 +8,6 @@ export; and how its log is read.
         a Hugging Face folder: a Llama, Mistral, Qwen3 or Gemma, of exit_loop loops
 """
 import contextlib
-import fcntl
 import hashlib
 import json
 import mmap
@@ -39,25 +38,6 @@ def sync_folder(folder):
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-LOCKS = {}      # {folder: its open descriptor}, of this process
-
-
-def lock(folder):
-    """Keep a run's folder for this process. The kernel releases the lock when it ends, however it
-    ends. UserError if another process has it."""
-    folder = folder.absolute()
-    if folder in LOCKS:
-        return
-    LOCKS[folder] = fd = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(LOCKS.pop(folder))
-        raise UserError(f"{folder} is in use: another run of this name goes on") from None
-    except OSError:
-        pass                                    # a network file system without locks
 
 
 def save_checkpoint(path, state):

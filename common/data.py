@@ -1,15 +1,17 @@
 """
-The data of a run: its folder, token files and batches, each a pure function of (seed, step).
+The data of a run: the folder of a data set, its token files, and batches that are each a pure
+function of (seed, step).
 """
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 
-from common.keys import (NAME, UserError, as_command, first_line, note, open_file, plain_name,
-                         read_json)
+from common.keys import (NAME, UserError, as_command, first_line, open_file, plain_name, read_json,
+                         sha256_of)
 from common.tokenizer import load_tokenizer
+
+AGAIN = "prepare.py with overwrite=true makes it again"
 
 
 # ---- the folder of a data set ----
@@ -24,60 +26,76 @@ def folder_name(cfg):
 
 def data_folder(cfg):
     """Where the data set of cfg is, or will be made."""
-    named = Path(cfg.data_dir) / cfg.dataset
-    if NAME.fullmatch(cfg.dataset) and (named / "meta.json").exists():
-        return named
-    return Path(cfg.data_dir) / folder_name(cfg)
+    root = Path(cfg.data_dir).expanduser()
+    if NAME.fullmatch(cfg.dataset) and (root / cfg.dataset / "meta.json").exists():
+        return root / cfg.dataset
+    return root / folder_name(cfg)
+
+
+def check_dataset(dataset):
+    """UserError if a path is given as it is: the kind of a data set stands before its path."""
+    if ":" not in dataset and Path(dataset).expanduser().exists():
+        raise UserError(f"dataset={dataset} is a path: dataset=file:{dataset} reads a text, a glob "
+                        f"or a folder of texts, dataset=hf:{dataset} tables")
 
 
 def open_data(cfg):
-    """The folder of a prepared data set. UserError if there is none, or if it was made from
-    something else, whose name gives the same folder."""
+    """{"train": TokenData, "val": TokenData} of a prepared data set. UserError if there is none,
+    or if it was made from something else, whose name gives the same folder."""
     folder = data_folder(cfg)
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
     if not folder.exists():
+        check_dataset(cfg.dataset)
         raise UserError(f"{folder} does not exist: make it with {again}")
-    meta = read_json(folder / "meta.json")
+    data = load_data(folder)
+    meta = data["train"].meta
     made = meta.get("dataset"), meta.get("tokenizer_name")
     if folder.name != cfg.dataset and made != (cfg.dataset, cfg.tokenizer):
         raise UserError(f"{folder} was made with dataset={made[0]} tokenizer={made[1]}: make "
                         f"another with {again} name=NAME, and train with dataset=NAME")
-    kind, _, path = cfg.dataset.partition(":")
-    source, made_at = Path(path).expanduser(), (folder / "meta.json").stat().st_mtime
-    if kind == "file" and source.is_file() and source.stat().st_mtime > made_at:
-        note(f"{source} is newer than {folder}: {again} overwrite=true reads it again")
-    return folder
+    return data
 
 
 # ---- token files ----
 
-class TokenData:
-    """The tokens of one split of a prepared data set, and its meta."""
+def load_data(folder) -> dict:
+    """{"train": TokenData, "val": TokenData} of a folder. UserError if it is not a data set."""
+    meta = read_json(folder / "meta.json")
+    try:
+        tokenizer = load_tokenizer(meta["tokenizer"])
+        return {split: TokenData(folder, split, meta, tokenizer) for split in ("train", "val")}
+    except (KeyError, TypeError, ValueError, OverflowError, UserError) as e:
+        problem = f"{type(e).__name__}: {first_line(e)}"
+        raise UserError(f"{folder} is not a data set of this project, {problem}: {AGAIN}") from None
 
-    def __init__(self, folder, split):
-        """UserError if the folder is not a data set, or one that is damaged."""
-        self.folder, self.split = Path(folder), split
-        self.path, self.meta = folder / f"{split}.bin", read_json(folder / "meta.json")
-        try:
-            self.tokenizer = load_tokenizer(self.meta["tokenizer"])
-            self.dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[self.meta["dtype"]]
-            sizes = self.meta["splits"][split]
-            self.tokens, self.bytes = int(sizes["tokens"]), int(sizes["bytes"])
-            self.vocab_size, self.sha256 = self.tokenizer.vocab_size, sizes["sha256"]
-        except (KeyError, TypeError, ValueError, OverflowError, UserError) as e:
-            problem = f"{type(e).__name__}: {first_line(e)}"
-            raise UserError(f"{folder} is not a data set of this project: {problem}") from None
-        # stays open: a data set that is made again meanwhile is another file
-        self.file, wanted = open_file(self.path), self.tokens * self.dtype.itemsize
-        size = os.fstat(self.file.fileno()).st_size
-        if size != wanted:
-            raise UserError(f"{self.path} is damaged: {size} bytes, {wanted} expected")
+
+class TokenData:
+    """The tokens of one split of a prepared data set. Both splits share meta and tokenizer."""
+
+    def __init__(self, folder, split, meta, tokenizer):
+        sizes = meta["splits"][split]
+        self.folder, self.split, self.meta, self.tokenizer = folder, split, meta, tokenizer
+        self.dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[meta["dtype"]]
+        self.tokens, self.bytes = int(sizes["tokens"]), int(sizes["bytes"])
+        self.vocab_size, self.sha256 = tokenizer.vocab_size, sizes["sha256"]
+        # The file stays open: a data set that is made again meanwhile is another file.
+        self.path = folder / f"{split}.bin"
+        self.file = open_file(self.path)
+
+    def check(self):
+        """UserError if the file is not what prepare.py wrote."""
+        if sha256_of(self.path) != self.sha256:
+            raise UserError(f"{self.path} is damaged, its SHA-256 is not that of meta.json: {AGAIN}")
 
     def windows(self, starts, length) -> np.ndarray:
         """starts (B,), each in [0, tokens - length], -> tokens (B, length) int64. The file is
-        mapped every time: a mapping that is kept holds every page it ever touched in memory."""
-        tokens = np.memmap(self.file, dtype=self.dtype, mode="r", shape=(self.tokens,))
+        mapped every time, because a mapping that is kept holds every page that it ever touched in
+        memory."""
+        try:
+            tokens = np.memmap(self.file, dtype=self.dtype, mode="r", shape=(self.tokens,))
+        except ValueError as e:     # the file is too short
+            raise UserError(f"{self.path} is damaged, {first_line(e)}: {AGAIN}") from None
         ids = tokens[np.asarray(starts)[:, None] + np.arange(length)]
         if ids.size and ids.max() >= self.vocab_size:
             raise UserError(f"token {ids.max()} in {self.path} is out of the vocabulary "
@@ -87,9 +105,25 @@ class TokenData:
 
 # ---- batches ----
 
+def draw(seed, step, places, rows, index, accumulation):
+    """The rows of micro-batch `index`, each one of so many places. Those of one optimizer step
+    are drawn together, so that who computes which of them changes nothing."""
+    rng = np.random.default_rng(np.random.SeedSequence([seed, step]))
+    return rng.integers(0, places, rows * accumulation)[index * rows:(index + 1) * rows]
+
+
+def spread(starts, rows, limit):
+    """The starts in micro-batches of so many rows; with a limit, so many micro-batches whose rows
+    are spread evenly. Always the same."""
+    count = limit * rows
+    if 0 < count < len(starts):
+        starts = starts[np.linspace(0, len(starts) - 1, count).astype(np.int64)]
+    return [starts[i:i + rows] for i in range(0, len(starts), rows)]
+
+
 class Windows:
-    """Windows of block_size + 1 tokens: inputs, and the targets one token later. rows: windows in
-    a batch; starts: those to validate on."""
+    """Windows of block_size + 1 tokens: inputs, and the targets one token later. `rows` windows
+    are a batch, and validation reads the windows that begin at `starts`."""
 
     def __init__(self, val, rows, block_size):
         self.val, self.rows, self.length = val, rows, block_size + 1
@@ -103,36 +137,36 @@ class Windows:
         return data.tokens - self.length + 1
 
     def val_batches(self, limit):
-        """The validation text in windows, each token predicted once (a few at its end may be left
-        out); with a limit, so many micro-batches. Always the same."""
-        starts, count = self.starts, limit * self.rows
-        if 0 < count < len(starts):     # spread evenly
-            starts = starts[np.linspace(0, len(starts) - 1, count).astype(np.int64)]
-        return [starts[i:i + self.rows] for i in range(0, len(starts), self.rows)]
+        """The validation text in windows that follow each other, so that each token is predicted
+        once. A few at its end may be left out."""
+        return spread(self.starts, self.rows, limit)
 
     def cut(self, data, starts):
-        import torch  # here: prepare.py, which reads data sets too, starts faster without it
+        """Inputs and targets of some windows, each (B, block_size) int64."""
+        import torch  # here, because prepare.py reads data sets too, and starts faster without it
         windows = torch.from_numpy(data.windows(starts, self.length))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 class TextBatches(Windows):
-    """Micro-batches of a prepared data set. A window starts at any token; the windows of one
-    optimizer step are drawn together, so who computes which of them changes nothing."""
+    """Micro-batches of a prepared data set. A window starts at any token."""
 
-    def __init__(self, folder, cfg, block_size):
-        self.train = TokenData(folder, "train")
-        super().__init__(TokenData(folder, "val"), cfg.batch_size, block_size)
+    def __init__(self, data, cfg, block_size):
+        """data is what open_data returns."""
+        self.train = data["train"]
+        super().__init__(data["val"], cfg.batch_size, block_size)
         self.seed, self.accumulation = cfg.seed, cfg.gradient_accumulation_steps
+        for split in data.values():
+            split.check()
         self.fingerprint = f"{self.train.sha256} {self.val.sha256}"     # of all that a run reads
         self.micro_batch(0, 0)      # what is wrong is told before anything is written
 
     def micro_batch(self, step, index):
         """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets,
         each (batch_size, block_size) int64."""
-        rng = np.random.default_rng(np.random.SeedSequence([self.seed, step]))
-        starts = rng.integers(0, self.n_windows(self.train), self.rows * self.accumulation)
-        return self.cut(self.train, starts[index * self.rows:(index + 1) * self.rows])
+        places = self.n_windows(self.train)
+        return self.cut(self.train, draw(self.seed, step, places, self.rows, index,
+                                         self.accumulation))
 
 
 def bits_per_byte(ce, data):

@@ -22,6 +22,11 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+try:
+    import fcntl
+except ImportError:     # on Windows, two processes in one folder are not told apart
+    fcntl = None
+
 HERE = Path(__file__).resolve().parent.parent      # the project's root
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
@@ -218,8 +223,38 @@ def check_name(name, what="name") -> str:
 def plain_name(text) -> str:
     """A folder's name from any text: file:a/b.txt -> file-a-b.txt; a long one ends in a hash."""
     name = re.sub(r"[^A-Za-z0-9._+-]", "-", text).lstrip("._+-") or "x"
-    short = f"{name[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    short = f"{name[:80]}-{digest[:16]}"
     return name if len(name) <= 100 else short
+
+
+LOCKS = {}      # {folder: its open descriptor}, of this process
+
+
+def lock(folder):
+    """Keep a folder for this process. The kernel releases the lock when it ends, however it ends.
+    UserError if another process has it."""
+    folder = folder.absolute()
+    if folder in LOCKS or fcntl is None:
+        return
+    LOCKS[folder] = fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        unlock(folder)
+        raise UserError(f"{folder} is in use: another run of this name goes on") from None
+    except OSError:
+        pass                                    # a network file system without locks
+
+
+def unlock(folder):
+    if folder.absolute() in LOCKS:
+        os.close(LOCKS.pop(folder.absolute()))
+
+
+def sha256_of(path) -> str:
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_file(path):

@@ -62,7 +62,7 @@ class TrainConfig(Keys):
     eval_batches: int = 40  # micro-batches of an evaluation (0: all)
     exact_batches: int = 0  # of these, lrt's exact, slow ones (0: all)
     log_interval: int = 10  # steps between lines in log.jsonl
-    sample_prompt: str = "\n"  # what the sample at the end continues
+    sample_prompt: str = ""  # what the sample at the end continues (default: val's first words)
     sample_tokens: int = 256  # its length in tokens (0: no sample)
     # how to run
     seed: int = 1337  # of the weights, the batches and dropout
@@ -79,8 +79,6 @@ class TrainConfig(Keys):
         self.between(**{**numbers, **counts, "sample_tokens": (0, 2 ** 20),
                         "beta1": (0, 0.99999), "beta2": (0, 0.99999),
                         "cooldown_frac": (0, 1), "min_lr_frac": (0, 1)})
-        if self.sample_tokens and not self.sample_prompt:
-            raise ValueError("sample_prompt is empty: give a character, or sample_tokens=0")
         if self.resume and self.overwrite:
             raise ValueError("resume=true and overwrite=true exclude each other")
 
@@ -169,6 +167,8 @@ def free_fields(ckpt):
 def run_config(given, base):
     """(TrainConfig, the model's Config fields) from keys that are given, over those of base."""
     values = {**base, **given}
+    if values.get("dataset") != base.get("dataset", TrainConfig.dataset) and "dataset" in given:
+        values = {**base, "sample_prompt": "", **given}     # a prompt holds for its data set only
     schemas = TrainConfig, model_module(values.get("model", TrainConfig.model)).Config
     check_known(values, names(*schemas))
     cfg, model = (typed_config(schema, {key: values[key] for key in names(schema) if key in values})
@@ -332,22 +332,26 @@ def open_batches(cfg, block_size):
     return TextBatches(open_data(cfg), cfg, block_size)
 
 
-def fit_to_data(cfg, given, data):
-    """UserError where a key of the command line does not fit the data. That of a config file is
-    ignored: the tokenizer is the data's, the prompt then the first characters of the text."""
-    task = is_task(cfg.dataset)
+def fit_to_data(cfg, given, batches):
+    """UserError where a key of the command line does not fit the data. Keys of a config file give
+    way: the tokenizer is the data's, and the first tokens of the validation data are the prompt
+    where none is given or the tokenizer cannot encode it."""
+    task, data = is_task(cfg.dataset), batches.train
     # (a task has no tokenizer to choose: only the default passes)
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
     if given.get("tokenizer", made) != made:
         raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "
                         f"leave out tokenizer")
     try:
-        if cfg.sample_tokens and not task:
-            data.tokenizer.encode(cfg.sample_prompt)
+        fits = data.tokenizer.encode(cfg.sample_prompt) if cfg.sample_prompt else []
     except UserError as e:
-        if "sample_prompt" in given:
+        if given.get("sample_prompt"):
             raise UserError(f"sample_prompt: {e}") from e
-        cfg.sample_prompt = data.tokenizer.decode(data.windows([0], 2)[0].tolist())
+        fits = []
+    if not fits:
+        ids = batches.cut(batches.val, [0])[0][0, :16].tolist()
+        text = data.tokenizer.decode(ids).replace("\0", "")    # which no option holds
+        cfg.sample_prompt = text.rstrip("\ufffd") or text
 
 
 def check_tokenizer(ckpt, data, what):

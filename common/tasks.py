@@ -64,7 +64,7 @@ from functools import cache, cached_property, partial
 import numpy as np
 import torch
 
-from common.data import TextBatches
+from common.data import draw, spread
 from common.keys import UserError
 from common.tokenizer import TaskTokenizer
 
@@ -222,8 +222,9 @@ def stack(examples):
     return tuple(torch.from_numpy(np.stack(rows)) for rows in zip(*examples))
 
 
-class TaskBatches(TextBatches):
-    """Micro-batches of a task: as those of a text, with examples in the place of windows."""
+class TaskBatches:
+    """Micro-batches of a task: the methods are those of TextBatches, and examples stand in the
+    place of windows."""
 
     def __init__(self, cfg, block_size):
         """UserError if name or length is impossible."""
@@ -242,19 +243,22 @@ class TaskBatches(TextBatches):
         self.accumulation = cfg.gradient_accumulation_steps
         self.train = TaskData(task, block_size, cfg.seed, TRAIN, count)
         self.val = TaskData(task, block_size, cfg.seed, VAL, VAL_EXAMPLES)
-        self.starts = np.arange(VAL_EXAMPLES)
         self.fingerprint = f"{cfg.dataset} {cfg.seed} {cfg.task_examples}"
 
-    def n_windows(self, data):
-        return data.count
+    def val_batches(self, limit):
+        """The numbers of the validation examples in micro-batches."""
+        return spread(np.arange(VAL_EXAMPLES), self.rows, limit)
 
     def micro_batch(self, step, index):
+        """Micro-batch `index` (over all processes) of the update after `step`."""
         if self.train.count:
-            return super().micro_batch(step, index)
+            return self.cut(self.train, draw(self.seed, step, self.train.count, self.rows, index,
+                                             self.accumulation))
         rng = np.random.default_rng([self.seed, step, index, FRESH])
         return stack(self.train.example(rng) for _ in range(self.rows))
 
     def cut(self, data, numbers):
+        """Inputs and targets of some examples, each (B, T) int64."""
         return tuple(rows[numbers] for rows in data.examples)
 
 

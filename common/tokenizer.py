@@ -3,6 +3,7 @@ Text <-> token ids: bytes, characters, byte-pair encoding trained here, GPT-2's,
 Hugging Face models. to_dict() holds all that load_tokenizer needs: no other file, no download.
 """
 import base64
+import os
 import re
 import sys
 from unicodedata import normalize
@@ -13,6 +14,7 @@ from common.keys import UserError, first_line, need
 
 MAX_BPE = 1 << 18
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16
 MARK = "\U0010ffff"  # a character that no token holds
 # characters encoded at once: tiktoken's stack overflows on 10^6 spaces
 SLICE = 1 << 16
@@ -45,10 +47,8 @@ class Tokenizer:
 
     def encode(self, text) -> list:
         """Text -> ids. UserError for a lone surrogate, or a character unknown to char."""
-        try:
-            text.encode()  # tiktoken would replace a surrogate
-        except UnicodeEncodeError as e:
-            raise UserError(f"character {text[e.start]!r} is not valid Unicode text") from None
+        if wrong := SURROGATE.search(text):     # tiktoken would replace it
+            raise UserError(f"character {wrong[0]!r} is not valid Unicode text")
         parts = [self.encode_slice(part, n == 0) for n, part in enumerate(slices(text))]
         return [i for ids in parts for i in ids.tolist()]
 
@@ -61,8 +61,9 @@ class Tokenizer:
         """Return the text that begins with these ids."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def continued(self, before, ids) -> str:
+    def after(self, ids, before=None) -> str:
         """Return the text that ids add to the text of the ids before them."""
+        before = self.anchor if before is None else before
         return self.decode([*before, *ids])[len(self.decode(before)):]
 
     def stream(self, ids):
@@ -72,13 +73,13 @@ class Tokenizer:
         before, waiting = self.anchor, []
         for i in ids:
             waiting.append(i)
-            unfinished = self.continued(before, waiting).endswith("\ufffd")
+            unfinished = self.after(waiting, before).endswith("\ufffd")
             ready = waiting[:-3] if unfinished else waiting[:]
-            text = self.continued(before, ready)
+            text = self.after(ready, before)
             before = ready if text else before
             del waiting[:len(ready)]
             yield text
-        yield self.continued(before, waiting)
+        yield self.after(waiting, before)
 
 
 class ByteTokenizer(Tokenizer):
@@ -190,10 +191,15 @@ def load_tokenizer(saved) -> Tokenizer:
         raise UserError(f"malformed tokenizer: {type(e).__name__}: {first_line(e)}") from None
 
 
-def same_text(text, back):
-    """Whether `back` is the text, or canonically equivalent to it (Unicode's NFC), or has blanks
-    in place of SentencePiece's sign of a blank."""
-    return text == back or len({normalize("NFC", t).replace("▁", " ") for t in (text, back)}) == 1
+def check_back(text, back) -> str:
+    """Return `back`, to which a text was encoded and decoded. UserError if it is another. Its form
+    may be another one that is canonically equivalent, as Unicode's NFC is, and it may have blanks
+    in place of "▁", which is SentencePiece's sign of a blank."""
+    if len({normalize("NFC", t).replace("▁", " ") for t in (text, back)}) > 1:
+        at = len(os.path.commonprefix([text, back]))
+        raise UserError(f"not every text comes back from the tokenizer: {text[at:at + 20]!r} "
+                        f"comes as {back[at:at + 20]!r}")
+    return back
 
 
 def slices(text, size=SLICE):

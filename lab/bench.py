@@ -51,7 +51,7 @@ from torch.utils._pytree import tree_leaves
 import graphs
 import kernels
 from common.checkpoint import load_run
-from common.data import TokenData, open_data
+from common.data import open_data
 from common.keys import (Keys, UserError, model_module, names, run_cli, split_args,
                          typed_config)
 from common.optim import make_optimizers
@@ -501,7 +501,7 @@ def bench_runs(folders, device, own=BenchConfig()):
     run is the baseline. The last line of the output is for reproduce.py."""
     ckpts, load = {f: load_run(f)[2] for f in folders}, lambda f: load_run(f, device)[0]
     keys = {folder: SimpleNamespace(**ckpt["config"]) for folder, ckpt in ckpts.items()}
-    data = TokenData(open_data(keys[folders[0]]), "val")
+    data = open_data(keys[folders[0]])["val"]
     for folder, ckpt in ckpts.items():
         check_tokenizer(ckpt, data, folder)
     T = min(ckpt["model_config"]["block_size"] for ckpt in ckpts.values())
@@ -630,7 +630,7 @@ def main(argv):
           + ", training in bfloat16 (autocast)" * (device.type == "cuda"))
     if ckpt is not None and name in ("relaxed", "mor"):
         trained = SimpleNamespace(**ckpt.get("config", asdict(cfg)))
-        check_tokenizer(ckpt, data := TokenData(open_data(trained), "val"), cfg.init_from)
+        check_tokenizer(ckpt, data := open_data(trained)["val"], cfg.init_from)
         text = data.windows([0], min(data.tokens, 100_000))[0]
         model = make_model(cfg, model_fields, ckpt, ckpt["model_config"]["vocab_size"])
         return bench_requests(name, model.to(device).eval(), text, device, own)

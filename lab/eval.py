@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common.checkpoint import build_model, load_checkpoint
-from common.data import TokenData, Windows, bits_per_byte, is_task, open_data
+from common.data import Windows, bits_per_byte, is_task, open_data
 from common.keys import (Keys, UserError, choice, first_line, need, run_cli, split_args,
                          typed_config)
 from common.process import autocast, check_tokenizer, pick_device
@@ -123,7 +123,7 @@ def evaluate_text(model, run, cfg, ckpt):
     if limit and longest > limit:
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
                         f"that this model reads (block_size={limit})")
-    check_tokenizer(ckpt, data := TokenData(open_data(run), "val"), "the model")
+    check_tokenizer(ckpt, data := open_data(run)["val"], "the model")
     batches = Windows(data, max(1, cfg.batch_size // cfg.units[-1]), longest)
     windows, found = batches.val_batches(cfg.batches), {}
     for k, nats in losses(model, batches, windows, length, cfg.units).items():

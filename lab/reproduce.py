@@ -27,8 +27,8 @@ from statistics import fmean, median, stdev
 
 import torch
 
-from common.checkpoint import load_checkpoint, lock, newest, read_log
-from common.keys import (HERE, UserError, asks_help, check_known, first_line, load_yaml,
+from common.checkpoint import load_checkpoint, newest, read_log
+from common.keys import (HERE, UserError, asks_help, check_known, first_line, load_yaml, lock,
                          model_module, replace_file, run_cli, split_args)
 from common.process import TrainConfig
 from lab.plot import draw

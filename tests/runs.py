@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from common import checkpoint
+from common.keys import unlock
 import train
 
 SMALL = ["dataset=words", "tokenizer=byte", "block_size=16", "n_layer=2", "n_head=2", "n_embd=16", "dropout=0.1",
@@ -37,7 +38,7 @@ def run(model, out_dir, data_dir, *extra, stop_after=None):
         return step(run, stop)
     with mock.patch.object(train, "train_step", counted):
         assert train.train(run) == (stop_after is None)
-    os.close(checkpoint.LOCKS.pop(run.folder.absolute()))       # as at the end of a process
+    unlock(run.folder)       # as at the end of a process
     return run
 
 

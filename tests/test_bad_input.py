@@ -53,7 +53,7 @@ TRAIN = [
     (["beta2=1"], "beta2=1.0 must be at least 0 and at most 0.99999"),
     (["compile=maybe"], "compile=maybe must be one of"), (["device=tpu9"], "device=tpu9 is not on this machine"),
     (["model=nothing"], "model=nothing is unknown: "), (["run=../escape"], "run '../escape' is not allowed"),
-    (["sample_prompt=", "sample_tokens=9"], "sample_prompt is empty"), (["fsdp=true"], "needs several processes: torchrun"),
+    (["fsdp=true"], "needs several processes: torchrun"),
     (["out_dir=afile"], "afile/fresh: Not a directory"), (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
     # resuming and other checkpoints
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),

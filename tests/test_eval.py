@@ -11,17 +11,16 @@ import torch.nn.functional as F
 
 from lab import eval as evaluation
 from lab.eval import EvalConfig, HarnessModel, evaluate_tasks
-from common import huggingface
 import runs
 from common.checkpoint import load_run
 from common.keys import UserError
 from conftest import MODELS, tiny
-from common.data import TextBatches
+from common.data import TextBatches, load_data
 from common.process import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
 from test_prepare import EOT, smollm, write_model
-from common.huggingface import hf_tokenizer
+from common.huggingface import from_pretrained, hf_tokenizer
 from common.tokenizer import load_tokenizer
 
 
@@ -40,7 +39,7 @@ def evaluate(run, *keys):
 
 def test_exits_and_routers_are_looked_at(run, data_dir):
     model = load_run(run)[0]
-    batches = TextBatches(data_dir / "words", TrainConfig(batch_size=2), 24)
+    batches = TextBatches(load_data(data_dir / "words"), TrainConfig(batch_size=2), 24)
     idx = torch.cat([batches.cut(batches.val, starts)[0] for starts in batches.val_batches(0)])
     if hasattr(model.cfg, "exit_loop"):
         first = load_run(run, exit_loop=1)[0]
@@ -166,7 +165,7 @@ def llamas(tmp_path_factory):
     theirs = saved_llama(folder, vocab_size=280, max_position_embeddings=32, eos_token_id=0, bos_token_id=None)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json", eos_token=EOT, pad_token=EOT)
     hf = huggingface.HFLM(pretrained=theirs, tokenizer=fast, batch_size=3, max_length=32)
-    return hf, harness_model(huggingface.from_pretrained(folder).eval(), hf_tokenizer(str(folder)), 3)
+    return hf, harness_model(from_pretrained(folder).eval(), hf_tokenizer(str(folder)), 3)
 
 
 def test_the_numbers_are_those_of_lm_eval_with_transformers(llamas):

@@ -14,7 +14,7 @@ import sample
 from common import checkpoint, tasks
 import train
 from common.keys import UserError
-from common.data import TextBatches
+from common.data import TextBatches, load_data
 from common.process import TrainConfig
 from common.tokenizer import TaskTokenizer, load_tokenizer
 
@@ -140,7 +140,7 @@ def test_batches_are_a_pure_function_of_seed_and_step(name, data_dir, seed, step
     T, fixed = max(34, LENGTHS.get(name, [8])[0]), name != "words" and tasks.TASKS[name].examples
     options = dict(batch_size=rows, gradient_accumulation_steps=4, task_examples=30 if fixed else 0)
     one, fresh, other = (batches(name, T, seed=seed + n, **options) if name != "words" else
-                         TextBatches(data_dir / "words", TrainConfig(seed=seed + n, **options), T) for n in (0, 0, 1))
+                         TextBatches(load_data(data_dir / "words"), TrainConfig(seed=seed + n, **options), T) for n in (0, 0, 1))
     alone = [one.micro_batch(step, i) for i in range(4)]
     assert all(x.shape == y.shape == (rows, T) for x, y in alone)
     assert not all(torch.equal(x, alone[0][0]) for x, _ in alone), "each has rows of its own"

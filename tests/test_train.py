@@ -285,11 +285,19 @@ def test_help(capsys):
     assert out.startswith("The trainer of every model") and "# which model_<name>.py" in out and "schedule: str" in out
 
 
-def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir):
-    """A tokenizer without the characters of the default prompt: the text's own first ones take their place."""
+def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir, capsys):
+    """A config file's prompt is for its data set only. On another one a run, and then sample.py, continue the first
+    characters of its validation text."""
     (tmp_path / "ä.txt").write_text("äöü" * 500)
+    (tmp_path / "x.yaml").write_text(f"dataset: words\nsample_prompt: ab\ndata_dir: '{data_dir}'\n")
     keys = [f"dataset=file:{tmp_path / 'ä.txt'}", "tokenizer=char", f"data_dir={tmp_path}", "max_steps=1", "sample_tokens=2"]
-    assert train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys)).cfg.sample_prompt == "äö"
+    small = runs.arguments("gpt", tmp_path, data_dir, f"config={tmp_path / 'x.yaml'}", "run=words")
+    assert train.setup(small).cfg.sample_prompt == "ab"
+    of_bytes = [*keys, "tokenizer=byte", "run=b", f"config={tmp_path / 'x.yaml'}"]
+    assert train.setup(runs.arguments("gpt", tmp_path, data_dir, *of_bytes)).cfg.sample_prompt == "äöüäöüäö"
+    train.main(runs.arguments("gpt", tmp_path, data_dir, *keys))
+    sample.main([str(tmp_path / "r"), "max_new_tokens=2", "device=cpu"])
+    assert [line[:16] for line in capsys.readouterr().out.splitlines() if line.startswith("ä")] == 2 * ["äöüäöüäöüäöüäöüä"]
     with pytest.raises(UserError, match="sample_prompt: character 'x' is not in"):
         train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys, "sample_prompt=äx", "overwrite=true"))
 
