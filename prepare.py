@@ -55,13 +55,14 @@ from pathlib import Path
 import numpy as np
 
 from common.data import check_dataset, folder_name, load_data
-from common.keys import (UserError, check_name, first_line, lock, need, note, read_text, run_cli,
-                          sha256_of, split_args, typed_config, unlock)
+from common.keys import (UserError, check_name, first_line, lock, need, note, run_cli, sha256_of,
+                         split_args, typed_config, unlock)
 from common.tokenizer import (HUB_NAME, SURROGATE, ByteTokenizer, CharTokenizer, check_back,
                               gpt2_tokenizer, slices, train_bpe)
 
 BATCH = 512  # slices of text handed to the encoding threads at once
 SAMPLE_BYTES = 200_000_000  # text that a BPE, and the characters of a hub's data set, are taken from
+READ_BYTES = 4_000_000_000  # local files of less are read to see whether they have changed
 
 
 @dataclass
@@ -144,7 +145,7 @@ def table_files(path, split):
 def card_splits(folder):
     """{real path of a file: its split} if the README.md of a data set lists its files."""
     card = Path(folder, "README.md")
-    if not card.is_file() or "\nconfigs:" not in read_text(card, card):
+    if not card.is_file() or b"\nconfigs:" not in card.read_bytes():
         return {}
     try:
         splits = need("datasets").load_dataset_builder(folder).config.data_files
@@ -357,15 +358,16 @@ def settings(cfg) -> dict:
 
 
 def fingerprint(files) -> dict:
-    """What tells local files from others: their size, latest date and content, and a hash of where
-    they are, because meta.json is not to tell the paths of a machine."""
+    """Return what tells local files from others: their size, latest date and content, and a hash of
+    where they are, because meta.json is not to tell the paths of a machine. Large files are not
+    read at each start of a run: their sizes and dates stand for their content."""
     if not files:
         return {}
-    stats, content = [os.stat(f) for f in files], "".join(map(sha256_of, files))
+    sizes, dates = zip(*((stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)))
+    content = list(map(sha256_of, files)) if sum(sizes) < READ_BYTES else [sizes, dates]
     place = os.path.commonpath(map(os.path.abspath, files))
-    return {"size": sum(stat.st_size for stat in stats),
-            "date": max(stat.st_mtime_ns for stat in stats),
-            "content": hashlib.sha256(content.encode()).hexdigest(),
+    return {"size": sum(sizes), "date": max(dates),
+            "content": hashlib.sha256(str(content).encode()).hexdigest(),
             "path": hashlib.sha256(os.fsencode(place)).hexdigest()}
 
 
@@ -390,6 +392,7 @@ def prepare(cfg) -> Path:
     name = check_name(cfg.name or folder_name(cfg))
     folder = Path(cfg.data_dir).expanduser() / name
     try:
+        clear_killed(folder)
         if already_there(folder, cfg):
             print(f"{folder}: already there (overwrite=true makes it again)")
             return folder
@@ -436,12 +439,7 @@ def already_there(folder, cfg) -> bool:
 
 def make_folder(folder, cfg) -> dict:
     """Writes the data set into a temporary folder beside its place, then renames it. Returns the
-    meta. A killed call releases the lock of its temporary folder, so the next call removes it."""
-    for parent in folder.parents:
-        for new in parent.glob(f".{folder.name}.{8 * '?'}/new"):
-            with contextlib.suppress(UserError):
-                lock(new.parent)
-                clear(new.parent, folder)
+    meta. The folder is locked as long as this process lives."""
     there = next(parent for parent in folder.parents if parent.exists())
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=there))
     try:
@@ -455,6 +453,15 @@ def make_folder(folder, cfg) -> dict:
         return meta
     finally:
         clear(temporary, folder)
+
+
+def clear_killed(folder):
+    """Removes the temporary folders of killed calls, which nobody holds a lock of any more."""
+    for parent in folder.parents:
+        for new in parent.glob(f".{folder.name}.{8 * '?'}/new"):
+            with contextlib.suppress(UserError):
+                lock(new.parent)
+                clear(new.parent, folder)
 
 
 def clear(temporary, folder):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common.keys import (UserError, first_line, known, model_module, names, note, open_file,
+from common.keys import (UserError, first_line, known, model_module, names, open_file,
                          run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
@@ -175,13 +175,8 @@ def main(argv):
         path.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(path, {**ckpt, "optimizers": []})
     else:
-        from common.huggingface import to_huggingface, to_pretrained
-        tokenizer = load_tokenizer(ckpt["tokenizer"])
-        to_pretrained(model, path, tokenizer.eot)
-        for name in "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json":
-            (path / name).unlink(missing_ok=True)       # of what was there before
-        if not to_huggingface(tokenizer, path):
-            note(f"{path} has no tokenizer: a {tokenizer.kind} tokenizer is no BPE of bytes")
+        from common.huggingface import export
+        export(model, load_tokenizer(ckpt["tokenizer"]), path)
     print(f"{path}: {ckpt['model']}, step {ckpt['step']:,}")
 
 

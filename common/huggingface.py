@@ -1,9 +1,9 @@
 """
-Llama-family weights: Hugging Face folders (SmolLM, TinyLlama, Llama 2, 3, Mistral, Qwen3,
-Gemma 1) <-> model_gpt. Models whose loops unroll to a model_gpt are written too.
+Hugging Face folders: Llama-family weights (SmolLM, TinyLlama, Llama 2, 3, Mistral, Qwen3, Gemma 1)
+<-> model_gpt, and tokenizers. Models whose loops unroll to a model_gpt are written too.
 
-Both sides store matrices as (out, in), and RoPE rotates the same pairs.
-A weight only changes its name. But Gemma's norms multiply by 1 + w: they are stored as w.
+Both sides store matrices as (out, in), and RoPE rotates the same pairs. A weight only changes its
+name. But Gemma's norms multiply by 1 + w, so w is stored there.
 """
 import json
 import logging
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from common.keys import (UserError, first_line, model_module, need, note, read_json,
-                         read_text, replace_file)
+from common.keys import (UserError, first_line, model_module, need, note, read_json, read_text,
+                         replace_file)
 from common.tokenizer import HUB_NAME, HFTokenizer, byte_signs, check_back, words_of_bytes
 
-EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"  # where a model's files name none
 
+# ---- weights ----
 
 def from_pretrained(path):
     """A model_gpt from a Llama-family folder (config.json and safetensors) or a hub name, as
@@ -35,8 +35,9 @@ def from_pretrained(path):
 
 
 def to_pretrained(model, path, eos=None):
-    """Write config.json and model.safetensors as transformers reads them. model: what `unrolled`
-    takes. eos: the token at which generation stops. UserError if no family has what it has."""
+    """Write config.json and model.safetensors as transformers reads them. `unrolled` says which
+    models can be written. Generation stops at the token eos. UserError if no family has what the
+    model has."""
     model = unrolled(model)
     c = model.cfg
     own = c.qk_norm, c.window > 0, c.mlp, c.scale_embeddings
@@ -62,7 +63,7 @@ def to_pretrained(model, path, eos=None):
     (Path(path) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-# of config.json and of model_gpt's Config
+# The fields of config.json, each with that of model_gpt's Config.
 FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
           "intermediate_size": "n_mlp", "num_hidden_layers": "n_layer",
           "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head",
@@ -70,7 +71,7 @@ FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
           "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta",
           "tie_word_embeddings": "tie_embeddings"}
 ACTS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
-# what a family has: qk_norm, a window, mlp, scale_embeddings
+# For each family: whether it has qk_norm and a window, its mlp, and scale_embeddings.
 FAMILIES = {"llama": (False, False, "swiglu", False),
             "mistral": (False, True, "swiglu", False),
             "qwen3": (True, False, "swiglu", False),
@@ -79,8 +80,9 @@ FAMILIES = {"llama": (False, False, "swiglu", False),
 
 @torch.no_grad()
 def unrolled(model):
-    """The model_gpt that computes the same: of a relaxed model up to exit_loop, with each use's
-    W' + B A in a layer of its own; of a MoR without router. UserError for other models."""
+    """The model_gpt that computes the same as a model. A relaxed model is unrolled up to exit_loop,
+    with each use's W' + B A in a layer of its own, and so is a MoR without router. UserError for
+    other models."""
     c, gpt = model.cfg, model_module("gpt")
     if type(model) is gpt.Model:
         return model
@@ -102,7 +104,8 @@ def unrolled(model):
 
 
 def weight_of_use(layers, name):
-    """blocks.LAYER.NAME of the unrolled model. layers: (block, use) of each."""
+    """Return the weight blocks.LAYER.NAME of the unrolled model. layers has (block, use) of each
+    layer."""
     _, layer, name = name.split(".", 2)
     block, use = layers[int(layer)]
     part = block.get_submodule(name.removesuffix(".weight"))
@@ -128,10 +131,8 @@ def llama_name(name):
     return f"model.layers.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
 
 
-# ---- reading ----
-
 def load_llama(folder):
-    """transformers' model of a folder, in float32. ValueError tells what is wrong there."""
+    """Return transformers' model of a folder, in float32. ValueError tells what is wrong there."""
     transformers = need("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -153,7 +154,7 @@ def load_llama(folder):
 
 
 def gpt_fields(theirs):
-    """The Config fields of model_gpt that compute the same."""
+    """Return the Config fields with which model_gpt computes the same."""
     c = theirs.config
     qk_norm, window, mlp, scale_embeddings = FAMILIES[c.model_type]
     rope = c.rope_parameters
@@ -164,14 +165,10 @@ def gpt_fields(theirs):
     if windows and not window:
         raise ValueError("layer_types is not supported: only full_attention is")
     same = {ours: getattr(c, name) for name, ours in FIELDS.items() if ours != "rope_theta"}
-    return dict(
-        same,
-        rope_theta=float(rope["rope_theta"]),
-        tie_embeddings=theirs.lm_head.weight is theirs.model.embed_tokens.weight,
-        window=window and c.sliding_window or 0,
-        qk_norm=qk_norm,
-        mlp=mlp,
-        scale_embeddings=scale_embeddings)
+    tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
+    return dict(same, rope_theta=float(rope["rope_theta"]), tie_embeddings=tied, mlp=mlp,
+                window=window and c.sliding_window or 0, qk_norm=qk_norm,
+                scale_embeddings=scale_embeddings)
 
 
 @torch.no_grad()
@@ -187,7 +184,7 @@ def check_same_logits(model, theirs):
                          f"{', '.join(unusual) or 'this'} asks for, or a weight is not finite")
 
 
-# fields of config.json that change no logits
+# These fields of config.json change no logits.
 UNREAD = {"_name_or_path", "architectures", "dtype", "transformers_version", "rope_parameters",
           "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range",
           "attention_dropout", "pretraining_tp"}
@@ -195,9 +192,20 @@ UNREAD = {"_name_or_path", "architectures", "dtype", "transformers_version", "ro
 
 # ---- tokenizers ----
 
+# An end-of-text token is one of these where a model's files name none.
+EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"
+# Every byte of UTF-8 stands in one of these characters, and so do capitals, digits and quotes of
+# all kinds. The last ones have other normal forms, or are blanks without a width.
+CODES = [*range(0x100), *range(0x100, 0x1000, 64), *range(0x1000, 0x10000, 4096),
+         *range(0x10000, 0x110000, 0x40000), *map(ord, "\u0301\u212b\ufb01\uff21\u338f\u2026\u201c"
+                                                  "\u201d\u3000\u200b\u200d\u2028\ufeff\ufffd\u2581")]
+PROBE = "".join(f"a{chr(code)}B {chr(code)} " for code in CODES)
+PROBE = f"  {PROBE}{40 * ' '}b, c . D ! I 'm n't ``e'' 12345\n\n\t\t\r\n"
+
+
 def hf_tokenizer(name) -> HFTokenizer:
-    """The tokenizer of a model's folder or hub name. UserError if it does not give every text back:
-    bits per byte would count bytes that its tokens do not stand for."""
+    """Return the tokenizer of a model's folder or hub name. UserError if it does not give every
+    text back, because bits per byte would count bytes that its tokens do not stand for."""
     try:
         folder = hub_folder(name, ["tokenizer.json", "tokenizer_config.json"])
         config, file = folder / "tokenizer_config.json", folder / "tokenizer.json"
@@ -216,9 +224,9 @@ def hf_tokenizer(name) -> HFTokenizer:
 
 
 def read_tokenizer(text, eos=None) -> HFTokenizer:
-    """The tokenizer of a tokenizer.json. Truncation, padding and dropout are left out, because ids
-    are to depend on the text alone, and so is what adds special tokens. eos is the end-of-text
-    token, which is found among EOS_TOKENS where it is None."""
+    """Return the tokenizer of a tokenizer.json. Truncation, padding and dropout are left out,
+    because ids are to depend on the text alone, and so is what adds special tokens. eos is the
+    end-of-text token, which is found among EOS_TOKENS where it is None."""
     data = {**json.loads(text), "truncation": None, "padding": None, "post_processor": None}
     data["model"].pop("dropout", None)
     library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
@@ -231,17 +239,9 @@ def read_tokenizer(text, eos=None) -> HFTokenizer:
     return HFTokenizer(library.to_str(), eos)
 
 
-# Every byte of UTF-8 stands in one of these characters, and so do capitals, digits and quotes of
-# all kinds; then come characters that Unicode's normal forms change, and blanks of no width.
-PROBE = "".join(f"a{chr(code)}B {chr(code)} " for code in [
-    *range(0x100), *range(0x100, 0x1000, 64), *range(0x1000, 0x10000, 4096),
-    *range(0x10000, 0x110000, 0x40000), *b"\n\n\t\t\r\n", *map(ord, "\u0301\u212b\ufb01\uff21\u338f"
-    "\u2026\u201c\u201d\u3000\u200b\u200d\u2028\ufeff\ufffd\u2581")])
-PROBE = f"  {PROBE}{40 * ' '}b, c . D ! I 'm n't ``e'' 12345"
-
-
 def hub_folder(name, files) -> Path:
-    """The folder that is named, or a local copy of the files that the hub has under that name."""
+    """Return the folder that is named, or a local copy of the files that the hub has under that
+    name."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -257,9 +257,20 @@ def hub_folder(name, files) -> Path:
                         f"{type(e).__name__}: {first_line(e)}") from None
 
 
+def export(model, tokenizer, path):
+    """Write a Hugging Face folder of a model and its tokenizer. UserError if no Llama computes what
+    the model does; nothing is written then."""
+    to_pretrained(model, path, tokenizer.eot)
+    for name in "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json":
+        (path / name).unlink(missing_ok=True)       # what was there before
+    if not to_huggingface(tokenizer, path):
+        note(f"{path} has no tokenizer: a {tokenizer.kind} tokenizer is no BPE of bytes")
+
+
 def to_huggingface(tokenizer, folder):
     """Write tokenizer.json and tokenizer_config.json for transformers, where "<|endoftext|>" is
-    one token. False for the kinds that are no BPE of bytes (char, and the numbers of tasks)."""
+    one token. Returns False for the kinds that are no BPE of bytes, which are char and the numbers
+    of tasks."""
     if tokenizer.kind not in ("byte", "bpe", "hf"):
         return False
     library = tokenizer.library if tokenizer.kind == "hf" else library_bpe(tokenizer)
@@ -271,8 +282,8 @@ def to_huggingface(tokenizer, folder):
 
 
 def library_bpe(tokenizer):
-    """A byte or bpe tokenizer as one of the library `tokenizers`. Any two tokens that make a third
-    are merged, as tiktoken does, in the order of the thirds."""
+    """Return a byte or bpe tokenizer as one of the library `tokenizers`. Any two tokens that make a
+    third are merged, as tiktoken does, in the order of the thirds."""
     library, signs = need("tokenizers"), {byte: sign for sign, byte in byte_signs().items()}
     pieces = map(tokenizer.decode_bytes, ([i] for i in range(tokenizer.eot)))
     vocab = {"".join(map(signs.get, piece)): i for i, piece in enumerate(pieces)}
