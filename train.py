@@ -43,10 +43,9 @@ from common.data import bits_per_byte, data_folder, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, lock,
                          model_module, note, replace_file, run_cli, split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
-from common.process import (Processes, TrainConfig, autocast, check_fits, check_tokenizer,
-                            config_file, device_name, fit_to_data, flops_of_step, load_teacher,
-                            make_model, open_batches, peak_flops, read_config, set_budget,
-                            tokens_per_step)
+from common.process import (Processes, TrainConfig, autocast, check_tokenizer, config_file,
+                            device_name, fit_to_data, flops_of_step, load_teacher, make_model,
+                            open_batches, peak_flops, read_config, set_budget, tokens_per_step)
 from common.sharded import gathered, shard, whole
 from common.tasks import count_right
 from prepare import PrepareConfig, prepare, tell_changes
@@ -89,7 +88,6 @@ def setup(argv):
     check_new(cfg)
     procs = Processes(cfg)
     check_graph(cfg, procs)
-    check_fits(cfg, model_fields, procs.world, procs.device)
     local = cfg.dataset == "python" or cfg.dataset.startswith("file:")
     if procs.master and local and not data_folder(cfg).exists():
         prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
@@ -278,17 +276,14 @@ def save(run, name):
 
 
 def state(run):
-    """All that a resumed run needs, as tensors and plain values. (The trainer draws no random
-    number that depends on the RNG's state; a model may.)"""
-    cuda = run.procs.device.type == "cuda"
+    """Return all that a resumed run needs, as tensors and plain values. No state of a random
+    number generator is among it, because a step seeds its forward passes itself."""
     return {"model": run.cfg.model,
             "config": asdict(run.cfg), "model_config": asdict(run.model.cfg),
             "tokenizer": run.batches.train.tokenizer.to_dict(),
             "weights": whole(run.model.state_dict()),
             "optimizers": [whole(optimizer.state_dict()) for optimizer in run.optimizers],
-            **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint,
-            "rng": {"cpu": torch.get_rng_state(),
-                    "cuda": torch.cuda.get_rng_state() if cuda else None}}
+            **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint}
 
 
 def restore(run, ckpt):
@@ -300,9 +295,6 @@ def restore(run, ckpt):
         run.best_ce = math.inf
     try:
         load_optimizers(run.optimizers, ckpt["optimizers"], run.step, run.cfg)
-        torch.set_rng_state(ckpt["rng"]["cpu"])
-        if ckpt["rng"]["cuda"] is not None and run.procs.device.type == "cuda":
-            torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as e:
         raise UserError(f"resume: the checkpoint does not fit: {first_line(e)}") from e
 

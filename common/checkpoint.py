@@ -22,10 +22,10 @@ from common.keys import (UserError, first_line, known, model_module, names, open
                          run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
-# what a checkpoint holds
+# What a checkpoint holds. Older ones have a field "rng" too, which nothing reads.
 FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
           "step": int, "tokens": int, "flops": float, "optimizers": list, "evaluated": int,
-          "best_ce": float, "data": str, "rng": dict}
+          "best_ce": float, "data": str}
 
 
 # ---- saving ----

@@ -302,27 +302,6 @@ class Processes:
             os._exit(0)
 
 
-def check_fits(cfg, fields, world, device):
-    """UserError, before anything is allocated, where training needs more than the device has.
-    Counted from below: 16 bytes a parameter (weight, gradient, AdamW's moments), of a block only
-    Wq, Wo and two matrices of an MLP; a micro-batch's embeddings and logits; a step's ids."""
-    keys = {"vocab_size": 0, "n_mlp": 0, "n_loop": 1, **vars(cfg), **fields}
-    width, tokens = keys["n_embd"] + keys["vocab_size"], cfg.batch_size * keys["block_size"]
-    block = 2 * keys["n_embd"] * (keys["n_head"] * keys["head_dim"] + keys["n_mlp"])
-    blocks = keys["n_layer"] // keys["n_loop"] * max(block, 1000)   # Python's objects take space
-    parameters = keys["n_embd"] * keys["vocab_size"] + blocks
-    need = (4 if cfg.eval_only or cfg.fsdp else 16) * parameters + 4 * tokens * width
-    need += 16 * tokens * cfg.gradient_accumulation_steps // world
-    have = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if need > have:
-        sizes = ("n_layer", "n_embd", "vocab_size", "block_size", "batch_size",
-                 "gradient_accumulation_steps")
-        words = ", ".join(f"{name}={keys[name]}" for name in sizes if keys[name])
-        raise UserError(f"{words}: at least {need / 1e9:,.3g} GB of memory would be needed, "
-                        f"{device} has {have / 1e9:,.3g} GB")
-
-
 # ---- the data ----
 
 def open_batches(cfg, block_size):

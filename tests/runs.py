@@ -54,7 +54,7 @@ def fingerprint(x):
 
 
 def learned(run_or_state):
-    """The fingerprint of what a run has learned: weights, optimizer, step, RNG, best loss."""
+    """The fingerprint of what a run has learned: weights, optimizer, step, best loss."""
     state = run_or_state if isinstance(run_or_state, dict) else train.state(run_or_state)
     return fingerprint({k: v for k, v in state.items() if k != "config"})
 
