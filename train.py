@@ -28,6 +28,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -38,7 +39,7 @@ import torch
 from tqdm import tqdm
 
 import graphs
-from common.checkpoint import newest, read_log, save_checkpoint
+from common.checkpoint import newest, read_log, save_checkpoint, sync_folder
 from common.data import bits_per_byte, data_folder, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, lock,
                          model_module, note, replace_file, run_cli, split_args)
@@ -70,6 +71,7 @@ class Run:
     flops: float = 0.0      # floating-point operations of these steps
     evaluated: int = 0      # the step of the last evaluation
     best_ce: float = math.inf
+    replaces: bool = False  # the files of an older run stand in its folder until its first save
 
     @property
     def folder(self):
@@ -110,7 +112,9 @@ def setup(argv):
     if cfg.resume:
         restore(run, ckpt)
     elif cfg.eval_only and ckpt is not None:
-        run.step = ckpt["step"]                 # of all processes the same: next line
+        run.step = ckpt["step"]
+    run.replaces = cfg.overwrite and newest(run.folder).exists() or is_replacing(run.folder)
+    # Here all processes meet, so that all have looked before the first one writes.
     if procs.sum(run.step)[0] != procs.world * run.step:
         raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
                         f"the same on every node")
@@ -151,15 +155,19 @@ def prepare_forward(cfg, model, procs):
 
 
 def claim_folder(run):
-    """Make the run's folder, or clean it. From here to its end no other run can have it."""
+    """Make the run's folder. From here to its end no other run can have it. What was written
+    halfway by a run that was killed goes; the files of an older run stay until the first save."""
     cfg, folder = run.cfg, run.folder
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     check_new(cfg)                              # again: another run may have ended meanwhile
-    old = ["ckpt.pt", "pending.pt", "best.pt", "step_*.pt", "curves.png"] * cfg.overwrite
-    for pattern in ("*.tmp", *old):             # *.tmp: of a run that was killed while saving
-        for file in folder.glob(pattern):
+    for file in folder.glob("*.tmp"):
+        if OURS.fullmatch(file.stem):           # a user's own files are not touched
             file.unlink()
+    if not run.replaces:
+        (folder / NEW_LOG).unlink(missing_ok=True)
+    elif not is_replacing(folder) and (folder / "pending.pt").exists():
+        os.replace(folder / "pending.pt", folder / "ckpt.pt")   # the older run's last state
 
 
 def describe(run):
@@ -236,26 +244,32 @@ def to_device(x, run):
 
 # ---- saving ----
 
+# The last state of a run is written as pending.pt and becomes ckpt.pt by `commit`, for two reasons.
+# The state is on the disk before its evaluation, so that a run that is killed in an evaluation
+# loses nothing else; if the evaluation is not finite, ckpt.pt is still the last good state. And a
+# run that replaces another one (overwrite=true) leaves the older files as they are until it has a
+# checkpoint to put in their place. Until then its log is NEW_LOG; as long as both pending.pt and
+# NEW_LOG exist, `commit` has yet to remove the older files, also where a killed run is resumed.
+
+NEW_LOG = "log.new.jsonl"
+OURS = re.compile(r"(ckpt|pending|best|step_[0-9]+)\.pt|log(\.new)?\.jsonl|curves\.png")
 KEPT = "what was saved is kept"
 COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
 
 
 def save_and_evaluate(run):
-    """Save the state, evaluate, and save best.pt if it is the best. The state is on the disk
-    before the evaluation runs, as pending.pt: a run that is stopped in between evaluates again,
-    with the same result, when it is resumed. It replaces ckpt.pt if the evaluation is finite."""
-    pending = run.folder / "pending.pt"
-    save(run, pending.name)
+    """Save the state, evaluate, and save best.pt if it is the best. A run that is stopped in
+    between evaluates again, with the same result, when it is resumed."""
+    save(run, "pending.pt")
     result = evaluate(run)
     ce = result["val_ce"]
     # of lrt the exact chain may overflow where the estimate is finite: training may mend that
     result = {name: value for name, value in result.items() if math.isfinite(value)}
     if not {"val_ce", "val_ce_estimate"} & result.keys():
         if run.procs.master:
-            pending.unlink()
+            (run.folder / "pending.pt").unlink()
         raise UserError(f"val_ce is {ce} at step {run.step}: stopped, {KEPT}")
-    if run.procs.master:
-        os.replace(pending, run.folder / "ckpt.pt")
+    commit(run)
     best = ce < run.best_ce
     run.evaluated, run.best_ce = run.step, min(run.best_ce, ce)
     if best:
@@ -271,8 +285,32 @@ def save(run, name):
         raise UserError(f"a weight is not finite at step {run.step}: stopped, {KEPT}")
     if run.procs.master:
         save_checkpoint(run.folder / name, saved)
-        if name == "ckpt.pt":
-            (run.folder / "pending.pt").unlink(missing_ok=True)     # it is older
+
+
+def save_last(run):
+    """Save the state as the run's last one."""
+    save(run, "pending.pt")
+    commit(run)
+
+
+def commit(run):
+    """pending.pt becomes ckpt.pt. The files of a run that it replaces are removed before, so that
+    what is left after a kill in between is pending.pt, the newest state, and never a mixture."""
+    folder = run.folder
+    if run.procs.master and run.replaces:
+        for file in folder.iterdir():
+            if OURS.fullmatch(file.name) and file.name not in ("ckpt.pt", "pending.pt", NEW_LOG):
+                file.unlink()
+        os.replace(folder / NEW_LOG, folder / "log.jsonl")
+    if run.procs.master:
+        os.replace(folder / "pending.pt", folder / "ckpt.pt")
+        sync_folder(folder)
+    run.replaces = False
+
+
+def is_replacing(folder):
+    """Return whether a run that was killed in `folder` has yet to replace an older one's files."""
+    return (folder / "pending.pt").exists() and (folder / NEW_LOG).exists()
 
 
 def state(run):
@@ -307,7 +345,7 @@ class Log:
     (model FLOPs utilization), the fraction of their peak that flops_per_token reaches."""
 
     def __init__(self, run):
-        self.run, self.path = run, run.folder / "log.jsonl"
+        self.run = run
         rows = read_log(self.path) if run.step else []
         rows = [row for row in rows
                 if row["step"] <= (run.evaluated if "val_ce" in row else run.step)]
@@ -317,6 +355,10 @@ class Log:
                         dynamic_ncols=True, file=sys.stderr)
         self.lap = time.perf_counter(), run.tokens
         self.peak = peak_flops(run.cfg, run.procs)
+
+    @property
+    def path(self):
+        return self.run.folder / (NEW_LOG if self.run.replaces else "log.jsonl")
 
     def step(self, logged, write):
         """One training step is done; a line about it if `write`."""
@@ -365,15 +407,17 @@ def train(run):
                 save_and_evaluate(run)
             logged, asked = train_step(run, stop)
             if cfg.keep_interval and run.step % cfg.keep_interval == 0:
+                if run.replaces:            # the older run's step_*.pt go first
+                    save_last(run)
                 save(run, f"step_{run.step}.pt")
             if run.log:
                 run.log.step(logged, write=run.step % cfg.log_interval == 0 or asked)
             if asked:
-                save(run, "ckpt.pt")
+                save_last(run)
                 return False
         if run.evaluated < run.step:
             save_and_evaluate(run)
-            save(run, "ckpt.pt")            # a longer run goes on from here, with this evaluation
+            save_last(run)                  # a longer run goes on from here, with this evaluation
     return True
 
 

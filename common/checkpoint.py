@@ -65,10 +65,10 @@ def save_checkpoint(path, state):
 # ---- loading ----
 
 def load_checkpoint(path):
-    """The state of a run's folder (ckpt.pt) or of a file, on the CPU. OSError if there is none;
+    """The state of a run's folder (its newest) or of a file, on the CPU. OSError if there is none;
     UserError if it is damaged, or not one of ours: the SHA-256 covers every byte, and the
     unpickler runs no code. What model_config has and the model has not is dropped, with a line."""
-    path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
+    path = newest(Path(path)) if Path(path).is_dir() else Path(path)
     try:
         with open_file(path) as f, warnings.catch_warnings(action="ignore"):
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:

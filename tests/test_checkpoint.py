@@ -12,6 +12,7 @@ import torch
 
 from common import checkpoint
 import runs
+import train
 from conftest import python
 from common.keys import UserError
 
@@ -143,6 +144,57 @@ def test_hostile_and_foreign_files_are_refused_and_run_nothing(tmp_path):
             assert not target.exists()
     pickle.loads((tmp_path / "plain.pt").read_bytes()).close()
     assert target.exists(), "the bomb is a dud: the test shows nothing"
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != train.NEW_LOG}
+
+
+def test_an_older_run_stays_until_it_is_replaced(tmp_path, data_dir, monkeypatch):
+    """overwrite=true, ended before the first save in several ways: the older files are all there. The first save replaces
+    them all, the log and step_*.pt too, and no file of the user's."""
+    old = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "keep_interval=2")
+    (old.folder / "curves.png").write_bytes(b"picture")
+    (old.folder / "notes.tmp").write_text("a user's own")
+    before, more = contents(old.folder), ["overwrite=true", "keep_interval=5"]
+    assert {"best.pt", "step_2.pt", "log.jsonl"} < before.keys()
+
+    def fails(*options, error=UserError, **patches):
+        with monkeypatch.context() as patch, pytest.raises(error):
+            for name, value in patches.items():
+                patch.setattr(train, name, value)
+            runs.run("gpt", tmp_path, data_dir, *more, *options)
+        os.close(checkpoint.LOCKS.pop(old.folder.absolute()))
+        assert contents(old.folder) == before
+
+    def broken(*given):
+        raise OSError(28, "No space left on device")
+    fails("learning_rate=1e30", "grad_clip=0")
+    fails("eval_interval=1", evaluate=lambda run: {"val_ce": float("nan")})
+    fails(error=OSError, save_checkpoint=broken)
+    fails(error=OSError, forward_backward=broken)
+    assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6         # the older run goes on
+    assert not (old.folder / train.NEW_LOG).exists()
+    new = runs.run("gpt", tmp_path, data_dir, *more, "seed=5", stop_after=5)
+    rows = checkpoint.read_log(new.folder / "log.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert contents(new.folder).keys() == {"ckpt.pt", "step_5.pt", "log.jsonl", "notes.tmp"}
+    assert checkpoint.load_checkpoint(new.folder)["config"]["seed"] == 5
+
+
+@pytest.mark.parametrize("die_at", [
+    pytest.param((call, n), marks=[pytest.mark.full] * (call != "unlink" and n < 4), id=f"{call}-{n}")
+    for call, n in (("unlink", 3), ("replace", 3), ("replace!", 3), ("replace", 4), ("replace!", 4))])
+def test_kill_while_an_older_run_is_replaced(whole, tmp_path, data_dir, die_at):
+    """The folder holds the older run or the new one, whose log is its own, and resume=true ends as without the kill."""
+    runs.run("gpt", tmp_path, data_dir, "seed=5", "eval_interval=2", "keep_interval=2", "max_steps=4")
+    p = child(tmp_path, data_dir, "overwrite=true", die_at=die_at)
+    p.join()
+    assert p.exitcode == -signal.SIGKILL
+    assert checkpoint.load_checkpoint(tmp_path / "r")["config"]["seed"] == 1337
+    assert finish(tmp_path, data_dir) == whole
+    assert len(checkpoint.read_log(tmp_path / "r" / "log.jsonl")) == 30
+    assert not {"step_2.pt", "step_4.pt", train.NEW_LOG} & contents(tmp_path / "r").keys()
 
 
 FULL_DISK = """
