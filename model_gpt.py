@@ -283,8 +283,8 @@ class MLP(nn.Module):
 
 
 def default_mlp_width(cfg):
-    """Return the MLP's width where n_mlp is 0. It is 4 C for gelu. The others have a third matrix, so
-    that theirs is 8/3 C, rounded up to a multiple of 32."""
+    """Return the MLP's width where n_mlp is 0. It is 4 C for gelu. The others have a third matrix,
+    so that theirs is 8/3 C, rounded up to a multiple of 32."""
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 

@@ -42,7 +42,7 @@ import graphs
 from common.checkpoint import newest, read_log, save_checkpoint, sync_folder
 from common.data import bits_per_byte, data_folder, is_task
 from common.keys import (UserError, as_command, asks_help, first_line, help_text, lock,
-                         model_module, note, replace_file, run_cli, split_args)
+                         model_module, note, replace_file, run_cli, say, split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.process import (Processes, TrainConfig, autocast, check_tokenizer, config_file,
                             device_name, fit_to_data, flops_of_step, load_teacher, make_model,
@@ -109,6 +109,8 @@ def setup(argv):
               make_optimizers(model, cfg), load_teacher(cfg, model, data))
     if cfg.compile == "graph" and not cfg.eval_only:
         run.micro_step = record_micro_step(run)
+    elif not cfg.eval_only:
+        try_micro_step(run)
     if cfg.resume:
         restore(run, ckpt)
     elif cfg.eval_only and ckpt is not None:
@@ -175,15 +177,15 @@ def describe(run):
     cfg, model, procs = run.cfg, run.model, run.procs
     size = sum(p.numel() for p in model.parameters())
     path = "fast" if model.cfg.fast else "naive"
-    print(f"{cfg.run}: model {cfg.model}, {size:,} parameters, "
-          f"{model.flops_per_token():.3g} FLOPs a token, {path} path, {cfg.dataset}")
+    say(f"{cfg.run}: model {cfg.model}, {size:,} parameters, "
+        f"{model.flops_per_token():.3g} FLOPs a token, {path} path, {cfg.dataset}")
     if not run.task:
         train, val = run.batches.train, run.batches.val
-        print(f"{train.folder}: {train.tokens:,} tokens to train on, {val.tokens:,} to validate")
+        say(f"{train.folder}: {train.tokens:,} tokens to train on, {val.tokens:,} to validate")
     if not cfg.eval_only:
-        print(f"{cfg.max_steps:,} steps of {tokens_per_step(cfg, model):,} tokens on "
-              f"{device_name(procs.device)}, {procs.world} process{'es' * (procs.world > 1)}"
-              + f"; going on from step {run.step}" * (run.step > 0), flush=True)
+        say(f"{cfg.max_steps:,} steps of {tokens_per_step(cfg, model):,} tokens on "
+            f"{device_name(procs.device)}, {procs.world} process{'es' * (procs.world > 1)}"
+            + f"; going on from step {run.step}" * (run.step > 0))
 
 
 # ---- evaluation ----
@@ -378,7 +380,7 @@ class Log:
     def evaluation(self, result, best):
         self.write(result)
         with self.bar.external_write_mode(file=sys.stdout):
-            print(f"step {self.run.step}: {in_words(result)}{' (best)' * best}", flush=True)
+            say(f"step {self.run.step}: {in_words(result)}{' (best)' * best}")
 
     def write(self, values):
         row = {"step": self.run.step, "tokens": self.run.tokens, "flops": self.run.flops,
@@ -496,6 +498,16 @@ def micro_step(run, x, y, weight):
     return aux, count_right(logits, y) if run.task else ()
 
 
+def try_micro_step(run):
+    """Compute a micro-batch and drop its gradients. A missing compiler, too little memory or an
+    error of a library ends the run here, before its folder is touched. What is compiled is used
+    again, and no random number changes, because each forward pass is seeded."""
+    run.model.train()
+    x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
+    run.micro_step(run, x, y, 1.0)
+    clear_gradients(run)
+
+
 def record_micro_step(run):
     """micro_step as a CUDA graph. UserError if the model cannot be recorded.
 
@@ -602,20 +614,20 @@ def finish(run, done):
     cfg = run.cfg
     run.log.bar.close()
     if not done:
-        return print(f"stopped at step {run.step}; go on with resume=true")
+        return say(f"stopped at step {run.step}; go on with resume=true")
     if cfg.sample_tokens and not run.task:
         text = sample_text(run.model, run.batches.train.tokenizer, cfg.sample_prompt,
                            cfg.sample_tokens, seed=cfg.seed)
-        print("-" * 80, text, "-" * 80, sep="\n")
+        say("\n".join(["-" * 80, text, "-" * 80]))
     try:                        # a picture never ends a run
         from lab.plot import draw_curves        # the one thing of lab that is used, if it is there
         draw_curves(read_log(run.log.path), run.folder / "curves.png", cfg.run)
     except Exception as e:      # no lab, no matplotlib, or whatever its settings break
-        print(f"note: no curves.png: {first_line(e)}")
+        say(f"note: no curves.png: {first_line(e)}")
     more = "" if run.task else f"; more text: {as_command('sample.py', path=run.folder)}"
     best = ", best.pt" * (run.folder / "best.pt").exists()
     picture = ", curves.png" * (run.folder / "curves.png").exists()
-    print(f"{run.folder}: ckpt.pt{best}, log.jsonl{picture}{more}")
+    say(f"{run.folder}: ckpt.pt{best}, log.jsonl{picture}{more}")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def choice(*allowed):
 def run_cli(main, schema=None):
     """main(sys.argv[1:]), or the help about the keys of `schema` where that is asked for. Bad
     input is one line on stderr and exit status 2, never a traceback."""
+    open_streams()
     if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -50,23 +51,58 @@ def run_cli(main, schema=None):
             print(help_text(schema))
         else:
             main(sys.argv[1:])
-        if sys.stdout:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:     # the reader (head) has gone: nothing can be printed, nor at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         sys.exit(141)
-    except (UserError, MemoryError, RuntimeError, OSError) as e:
-        if sys.stderr:          # in one piece: other processes may write too
-            sys.stderr.write(f"error: {in_one_line(e)}\n")
+    except BaseException as e:  # a panic of a library in Rust is no Exception
+        line = in_one_line(e)
+        if line:                # in one piece: other processes may write too
+            sys.stderr.write(f"error: {line}\n")
         sys.exit(2)
 
 
+def open_streams():
+    """A daemon may start a program with a closed stdin, stdout or stderr: /dev/null takes its
+    place, or else the next file that is opened would, and would receive what libraries print."""
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+
+
+def silence(stream):
+    """From now on, nothing is written to the stream's file, nor at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+# modules of the errors that a compiler has, and that a library in Rust has
+COMPILERS = "torch._dynamo", "torch._inductor", "torch._functorch", "triton"
+RUST = "pyo3_runtime"
+# in a message about another process of torchrun that has ended, after it told its own error
+LOST = r"[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe|remote process exited|ncclRemoteError"
+
+
 def in_one_line(e):
-    """What to tell about an error that is not a bug of ours. A bug has its traceback."""
+    """Return what to tell about an error that is not a bug of ours: nothing where it is that of
+    another process. A bug has its traceback."""
+    modules = [kind.__module__ for kind in type(e).__mro__]
+    lines = [line for line in map(str.strip, str(e).splitlines()) if line[-7:] != "raised:"]
+    first = (lines or [type(e).__name__])[0][:300]
     if isinstance(e, UserError):
         return " ".join(str(e).split())
+    if any(module.startswith(COMPILERS) for module in modules):
+        return (f"the compiler failed: {first} (compile=false trains without it, and shows "
+                f"where an error of the model is)")
+    if RUST in modules:
+        return f"a library broke off, perhaps because a file is damaged: {first}"
+    if "WORLD_SIZE" in os.environ and isinstance(e, RuntimeError) and re.search(LOST, str(e)):
+        return ""
+    if "torch.distributed" in modules:
+        return f"the processes cannot reach each other: {first}"
+    if type(e).__name__ == "AcceleratorError":  # of torch
+        return f"the device failed: {first}"
     if isinstance(e, OSError):                  # of a path that was given, or of a full disk
         reason = e.strerror or first_line(e)
         return f"{str(e.filename):.100}: {reason}" if e.filename else reason
@@ -103,7 +139,17 @@ def as_command(program, *keys, path=None):
 def note(text, file=None):
     """Tell something; of torchrun's processes the first does."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"note: {text}", file=file, flush=True)
+        say(f"note: {text}", file)
+
+
+def say(text, file=None):
+    """Print a line at once. Where nobody can read it any more, because head has gone or the disk
+    is full, the program goes on: a training has its log and its checkpoints."""
+    stream = file or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        silence(stream)
 
 
 def asks_help(argv) -> bool:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from common import checkpoint, keys
 from lab import bench, eval as evaluation
@@ -160,9 +161,59 @@ def test_from_the_shell(program, key, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 5 GiB"),
-                                   PermissionError(13, "Permission denied", "locked/run")])
-def test_what_the_machine_refuses_is_one_line(error, capfd, monkeypatch):
+class PanicException(BaseException):
+    """As Rust's of pyo3, which is no Exception."""
+    __module__ = "pyo3_runtime"
+
+
+@pytest.mark.parametrize("error, told", [
+    (MemoryError(), "not enough memory: "), (RuntimeError("CUDA out of memory. Tried to allocate 5 GiB"), "not enough memory: "),
+    (PermissionError(13, "Permission denied", "locked/run"), "locked/run: Permission denied"),
+    (PanicException("range end index 2 out of range\nmore"), "a library broke off, perhaps because a file is damaged: range end"),
+    (torch.AcceleratorError("CUDA error: an illegal memory access\nmore"), "the device failed: CUDA error: an illegal"),
+    (torch.distributed.DistNetworkError("no route\nmore"), "the processes cannot reach each other: no route")])
+def test_what_the_machine_refuses_is_one_line(error, told, capfd, monkeypatch):
     def main(argv):
         raise error
-    assert refusal(main, [], monkeypatch, capfd).startswith(("error: not enough memory: ", "error: locked/run: "))
+    assert refusal(main, [], monkeypatch, capfd).startswith(f"error: {told}")
+
+
+def test_another_processs_error_is_not_told_again(capfd, monkeypatch):
+    """A process of torchrun that loses its connection to one that has ended says nothing. A bug has its traceback."""
+    def main(argv):
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:43745. GLHF!")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as stop:
+        keys.run_cli(main)
+    assert stop.value.code == 2 and capfd.readouterr().err == ""
+    for error in RuntimeError("mat1 and mat2 cannot be multiplied"), ZeroDivisionError(), KeyError("x"):
+        with pytest.raises(type(error)):
+            keys.run_cli(lambda argv, error=error: (_ for _ in ()).throw(error))
+
+
+def test_a_compiler_that_is_missing(world, capfd, monkeypatch):
+    """One line, before the run's folder is touched."""
+    def compiled(*batch):
+        raise torch._inductor.exc.InductorError(RuntimeError("No working C++ compiler found\nand fifty lines more"), None)
+    monkeypatch.setattr(torch, "compile", lambda model: compiled)
+    monkeypatch.chdir(world)
+    before = snapshot(world)
+    for run in ["run=fresh"], ["run=r", "overwrite=true"]:
+        told = refusal(train.main, [*T, *run, "compile=true"], monkeypatch, capfd)
+        assert told.startswith("error: the compiler failed: RuntimeError: No working C++ compiler found (compile=false")
+        checkpoint.LOCKS.clear()
+    assert snapshot(world) == before
+
+
+def test_streams_that_nobody_reads(world, tmp_path, monkeypatch):
+    """A daemon closes stdin, stdout and stderr, a disk is full, head ends: the training goes on to its end."""
+    command = [sys.executable, str(ROOT / "train.py"), *T, f"data_dir={world / 'data'}", f"out_dir={tmp_path}", "run=daemon"]
+    done = subprocess.run(["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command])
+    assert done.returncode == 0 and checkpoint.load_checkpoint(tmp_path / "daemon")["step"] == 6
+    with open("/dev/full", "w") as full:
+        keys.say("a line", full)
+        keys.say("another line", full)
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        keys.say("a line", pipe)
