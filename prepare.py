@@ -60,9 +60,9 @@ from common.keys import (UserError, check_name, first_line, lock, need, note, ru
 from common.tokenizer import (HUB_NAME, SURROGATE, ByteTokenizer, CharTokenizer, check_back,
                               gpt2_tokenizer, slices, train_bpe)
 
-BATCH = 512  # slices of text handed to the encoding threads at once
-SAMPLE_BYTES = 200_000_000  # text that a BPE, and the characters of a hub's data set, are taken from
-READ_BYTES = 4_000_000_000  # local files of less are read to see whether they have changed
+BATCH = 512  # The encoding threads get so many slices of text at once.
+SAMPLE_BYTES = 200_000_000  # A BPE, and the characters of a hub's data set, come from so much text.
+READ_BYTES = 4_000_000_000  # Files of less in all are read to see whether they have changed.
 
 
 @dataclass
@@ -91,8 +91,8 @@ SPLITS = {"train": "train|training", "validation": "validation|valid|dev|val",
 
 
 def source_files(dataset, split):
-    """(local files that a data set is made from, files beside them that are not read), sorted.
-    Both are empty for data sets of a network."""
+    """Return the local files that a data set is made from, and files beside them that are not
+    read, both sorted. Both are empty for data sets of a network."""
     kind, _, path = dataset.partition(":")
     path = os.path.expanduser(path)
     if dataset == "python":
@@ -103,8 +103,8 @@ def source_files(dataset, split):
 
 
 def text_files(path, endings=TEXT, skip=("__pycache__",)):
-    """The files of a path: itself, a glob's, or those below a folder that have one of the endings.
-    Then the others. UserError for a table."""
+    """Return the files of a path: itself, a glob's, or those below a folder that have one of the
+    endings. Then come the others. UserError for a table."""
     folder = os.path.isdir(path)
     found = list(files_below(path, skip)) if folder else glob.glob(path, recursive=True)
     found = [path] if os.path.isfile(path) else found
@@ -118,8 +118,8 @@ def text_files(path, endings=TEXT, skip=("__pycache__",)):
 
 
 def files_below(folder, skip=(), above=()):
-    """All files below a folder that are not hidden. Linked folders are read as well, but for one
-    that leads to a folder above it."""
+    """Yield all files below a folder that are not hidden. Linked folders are read as well, but for
+    a link to a folder above it."""
     real = os.path.realpath(folder)
     for entry in os.scandir(folder) if real not in above else ():
         if entry.is_dir() and entry.name[0] != "." and entry.name not in skip:
@@ -129,8 +129,8 @@ def files_below(folder, skip=(), above=()):
 
 
 def table_files(path, split):
-    """The tables of a path that are read, and the files of a folder that are not. They are those
-    of a split where each table has one, and else all."""
+    """Return the tables of a path that are read, and the files of a folder that are not. The tables
+    are those of a split if each table has one, and else all."""
     files = sorted(files_below(path)) if os.path.isdir(path) else [path]
     tables = list(filter(TABLE.search, files))
     splits = card_splits(path) or {f: split_of(os.path.relpath(f, path)) for f in tables}
@@ -143,7 +143,7 @@ def table_files(path, split):
 
 
 def card_splits(folder):
-    """{real path of a file: its split} if the README.md of a data set lists its files."""
+    """Return {real path of a file: its split} if the README.md of a data set lists its files."""
     card = Path(folder, "README.md")
     if not card.is_file() or b"\nconfigs:" not in card.read_bytes():
         return {}
@@ -155,7 +155,7 @@ def card_splits(folder):
 
 
 def split_of(path):
-    """The split that the path of a table tells, folders first; None if there is none."""
+    """Return the split that the path of a table tells, folders first, or None if it tells none."""
     if shard := re.fullmatch(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*", path):
         return shard[1]
     return next((split for part in Path(path).parts for split, words in SPLITS.items()
@@ -169,7 +169,7 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
 
 
 def documents(cfg, files):
-    """The texts of a data set, in a fixed order. A column may hold other things too."""
+    """Yield the texts of a data set, in a fixed order. A column may hold other things too."""
     if cfg.dataset.startswith("hf:") and cfg.dataset != "hf:":
         yield from rows(cfg, files)
     elif cfg.dataset == "shakespeare":
@@ -193,10 +193,10 @@ def download(url) -> str:
 
 
 def rows(cfg, files):
-    """The text column of tables, row by row."""
+    """Yield the text column of tables, row by row."""
     try:
         for builder, split in builders(cfg, files):
-            if builder.name == "csv":   # its cells are text, also numbers, "null" and "NA"
+            if builder.name == "csv":   # so that all cells are text, also numbers, "null", "NA"
                 builder.config.na_filter = False
                 builder.config.converters = {cfg.text_column: str}
             for row in builder.as_streaming_dataset(split).select_columns([cfg.text_column]):
@@ -207,11 +207,11 @@ def rows(cfg, files):
 
 
 def builders(cfg, files):
-    """(a builder of the library, its split) for the files of each format, or for a data set of the
-    hub. The library makes its own sense of other names: as `text` it would read any file below the
-    working directory."""
+    """Yield a builder of the library and its split, for the files of each format, or for a data set
+    of the hub. The library makes its own sense of other names: it would read any file below the
+    working directory as `text`."""
     datasets = need("datasets")
-    for library in "huggingface_hub", "datasets":  # what fails is told above, once
+    for library in "huggingface_hub", "datasets":  # `rows` tells once what fails
         logging.getLogger(library).setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
     endings = [TABLE.search(f)[1].lower() for f in files]
@@ -233,7 +233,7 @@ class Corpus:
     """The documents of a source in a fixed order, and how they are split."""
 
     def __init__(self, texts, fraction):
-        """texts() begins a new pass over the documents' texts."""
+        """A call of texts() begins a new pass over the documents' texts."""
         self.texts, self.fraction = texts, fraction
         self.edge = int(fraction * 2**64).to_bytes(8, "big")
         self.count, splits = 0, set()
@@ -244,8 +244,8 @@ class Corpus:
         self.cut = len(splits) < 2      # a split would be empty
 
     def __iter__(self):
-        """Yields the text of each document that is not empty, and counts what is no text: a
-        number, or half of a surrogate pair, as JSON can write it."""
+        """Yield the text of each document that is not empty. Documents that are no text are
+        counted: a number, or half of a surrogate pair, as JSON can write it."""
         self.skipped = 0
         for text in self.texts():
             if not isinstance(text, str) or SURROGATE.search(text):
@@ -259,21 +259,21 @@ class Corpus:
         return "val" if hashlib.sha256(text.encode()).digest() < self.edge else "train"
 
     def parts(self):
-        """Yields (split, text) for each document, or for both parts of one that is cut."""
+        """Yield (split, text) for each document, or for both parts of one that is cut."""
         for text in self:
             end = max(0, len(text) - max(2, round(len(text) * self.fraction)))
             both = ("train", text[:end]), ("val", text[end:])
             yield from filter(itemgetter(1), both if self.cut else [(self.split(text), text)])
 
     def slices(self):
-        """Yields (split, slice of a text, whether it is its first, whether end-of-text follows)."""
+        """Yield (split, slice of a text, whether it is its first, whether end-of-text follows)."""
         for split, text in self.parts():
             *others, last = slices(text)
             for n, part in enumerate([*others, last]):
                 yield split, part, n == 0, self.count > 1 and n == len(others)
 
     def sample(self, splits, limit):
-        """Yields the text of the splits in slices, about `limit` bytes in all."""
+        """Yield the text of the splits in slices, about `limit` bytes in all."""
         for split, text, *_ in self.slices():
             if split in splits:
                 yield text
@@ -291,7 +291,7 @@ def build_tokenizer(cfg, corpus):
     if kind == "gpt2":
         return gpt2_tokenizer()
     if kind == "hf":
-        from common.huggingface import hf_tokenizer     # here: it imports torch, in seconds
+        from common.huggingface import hf_tokenizer     # here, because it imports torch, in seconds
         return hf_tokenizer(rest)
     if kind == "bpe":
         return train_bpe(int(rest), corpus.sample(["train"], SAMPLE_BYTES))
@@ -300,8 +300,8 @@ def build_tokenizer(cfg, corpus):
 
 
 def encode(corpus, tokenizer, dtype, files, room) -> Counter:
-    """One pass: every document through the tokenizer (on all cores) to the file of its split, at
-    most room[split] tokens. Returns the bytes of text that the tokens of each stand for. UserError
+    """Encode every document on all cores, and write it to the file of its split, at most
+    room[split] tokens. Return the bytes of text that the tokens of each split stand for. UserError
     if a text does not come back from its tokens."""
     def encoded(piece):
         _, text, first, ends = piece
@@ -323,7 +323,7 @@ def encode(corpus, tokenizer, dtype, files, room) -> Counter:
 
 
 def write_dataset(folder, cfg) -> dict:
-    """Makes `folder` with the token files and meta.json. Returns the meta."""
+    """Make `folder` with the token files and meta.json. Return the meta."""
     folder.mkdir()
     files, others = source_files(cfg.dataset, cfg.split)
     if others:
@@ -352,7 +352,7 @@ def write_dataset(folder, cfg) -> dict:
 
 
 def settings(cfg) -> dict:
-    """What decides the content of a data set; recorded in its meta.json."""
+    """Return the options that decide the content of a data set. Its meta.json records them."""
     keys = "dataset", "val_fraction", "text_column", "split", "max_tokens"
     return {"tokenizer_name": cfg.tokenizer, **{key: getattr(cfg, key) for key in keys}}
 
@@ -372,8 +372,8 @@ def fingerprint(files) -> dict:
 
 
 def tell_changes(folder, meta):
-    """A note if the local files that a data set was made from are others now. Files that are gone
-    are none."""
+    """Print a note if the local files that a data set was made from are others now. Nothing is
+    said about files that are gone."""
     source, dataset = meta.get("source"), str(meta.get("dataset"))
     with contextlib.suppress(UserError, OSError):
         now = fingerprint(source_files(dataset, meta.get("split"))[0])
@@ -386,8 +386,8 @@ def tell_changes(folder, meta):
 # ---- all or nothing ----
 
 def prepare(cfg) -> Path:
-    """Makes the data set and returns its folder; a complete one of the same settings is left as
-    it is. UserError for bad input, no network or no space."""
+    """Make the data set and return its folder. A complete one of the same settings is left as it
+    is. UserError for bad input, no network or no space."""
     check_settings(cfg)
     name = check_name(cfg.name or folder_name(cfg))
     folder = Path(cfg.data_dir).expanduser() / name
@@ -417,7 +417,7 @@ def check_settings(cfg):
 
 
 def already_there(folder, cfg) -> bool:
-    """Whether this very data set exists. UserError if something else has its place."""
+    """Return whether this very data set exists. UserError if something else has its place."""
     if not folder.exists():
         return False
     names = set(os.listdir(folder))     # overwrite=true would delete them
@@ -438,8 +438,8 @@ def already_there(folder, cfg) -> bool:
 
 
 def make_folder(folder, cfg) -> dict:
-    """Writes the data set into a temporary folder beside its place, then renames it. Returns the
-    meta. The folder is locked as long as this process lives."""
+    """Write the data set into a temporary folder beside its place, then rename it. Return the meta.
+    The temporary folder is locked as long as this process lives."""
     there = next(parent for parent in folder.parents if parent.exists())
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=there))
     try:
@@ -456,7 +456,7 @@ def make_folder(folder, cfg) -> dict:
 
 
 def clear_killed(folder):
-    """Removes the temporary folders of killed calls, which nobody holds a lock of any more."""
+    """Remove the temporary folders of killed calls, whose locks the kernel has released."""
     for parent in folder.parents:
         for new in parent.glob(f".{folder.name}.{8 * '?'}/new"):
             with contextlib.suppress(UserError):
@@ -465,7 +465,8 @@ def clear_killed(folder):
 
 
 def clear(temporary, folder):
-    """Removes a temporary folder. A data set that nothing has replaced yet goes back from it."""
+    """Remove a temporary folder. An old data set that is in it goes back to its place if no new one
+    has taken it."""
     if (temporary / "old").exists() and not folder.exists():
         os.rename(temporary / "old", folder)
     shutil.rmtree(temporary)
@@ -473,7 +474,7 @@ def clear(temporary, folder):
 
 
 def main(argv):
-    # SIGTERM ends the program as SIGINT does, so that what is unfinished is removed
+    # SIGTERM ends the program as SIGINT does, so that an unfinished data set is removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     prepare(typed_config(PrepareConfig, split_args(argv)[1]))
 

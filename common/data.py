@@ -25,7 +25,7 @@ def folder_name(cfg):
 
 
 def data_folder(cfg):
-    """Where the data set of cfg is, or will be made."""
+    """Return the folder where the data set of cfg is, or will be made."""
     root = Path(cfg.data_dir).expanduser()
     if NAME.fullmatch(cfg.dataset) and (root / cfg.dataset / "meta.json").exists():
         return root / cfg.dataset
@@ -40,8 +40,8 @@ def check_dataset(dataset):
 
 
 def open_data(cfg):
-    """{"train": TokenData, "val": TokenData} of a prepared data set. UserError if there is none,
-    or if it was made from something else, whose name gives the same folder."""
+    """Return {"train": TokenData, "val": TokenData} of a prepared data set. UserError if there is
+    none, or if it was made from something else, whose name gives the same folder."""
     folder = data_folder(cfg)
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
@@ -60,7 +60,8 @@ def open_data(cfg):
 # ---- token files ----
 
 def load_data(folder) -> dict:
-    """{"train": TokenData, "val": TokenData} of a folder. UserError if it is not a data set."""
+    """Return {"train": TokenData, "val": TokenData} of a folder. UserError if it is not a data
+    set."""
     meta = read_json(folder / "meta.json")
     try:
         tokenizer = load_tokenizer(meta["tokenizer"])
@@ -71,7 +72,8 @@ def load_data(folder) -> dict:
 
 
 class TokenData:
-    """The tokens of one split of a prepared data set. Both splits share meta and tokenizer."""
+    """The tokens of one split of a prepared data set. Both splits share the meta and the
+    tokenizer."""
 
     def __init__(self, folder, split, meta, tokenizer):
         sizes = meta["splits"][split]
@@ -86,12 +88,12 @@ class TokenData:
     def check(self):
         """UserError if the file is not what prepare.py wrote."""
         if sha256_of(self.path) != self.sha256:
-            raise UserError(f"{self.path} is damaged, its SHA-256 is not that of meta.json: {AGAIN}")
+            raise UserError(f"{self.path} is damaged, meta.json has another SHA-256: {AGAIN}")
 
     def windows(self, starts, length) -> np.ndarray:
-        """starts (B,), each in [0, tokens - length], -> tokens (B, length) int64. The file is
-        mapped every time, because a mapping that is kept holds every page that it ever touched in
-        memory."""
+        """Return the tokens (B, length) int64 that begin at starts (B,), each in [0, tokens -
+        length]. The file is mapped every time, because a mapping that is kept holds every page
+        that it ever touched in memory."""
         try:
             tokens = np.memmap(self.file, dtype=self.dtype, mode="r", shape=(self.tokens,))
         except ValueError as e:     # the file is too short
@@ -106,15 +108,15 @@ class TokenData:
 # ---- batches ----
 
 def draw(seed, step, places, rows, index, accumulation):
-    """The rows of micro-batch `index`, each one of so many places. Those of one optimizer step
-    are drawn together, so that who computes which of them changes nothing."""
+    """Return the rows of micro-batch `index`, each drawn from so many places. All rows of an
+    optimizer step are drawn together, so that it does not matter which process computes which."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, step]))
     return rng.integers(0, places, rows * accumulation)[index * rows:(index + 1) * rows]
 
 
 def spread(starts, rows, limit):
-    """The starts in micro-batches of so many rows; with a limit, so many micro-batches whose rows
-    are spread evenly. Always the same."""
+    """Return the starts in micro-batches of so many rows. With a limit there are so many
+    micro-batches, and their rows are spread evenly. They are always the same."""
     count = limit * rows
     if 0 < count < len(starts):
         starts = starts[np.linspace(0, len(starts) - 1, count).astype(np.int64)]
@@ -122,27 +124,27 @@ def spread(starts, rows, limit):
 
 
 class Windows:
-    """Windows of block_size + 1 tokens: inputs, and the targets one token later. `rows` windows
-    are a batch, and validation reads the windows that begin at `starts`."""
+    """Windows of block_size + 1 tokens. They are the inputs, and one token later the targets. A
+    batch has `rows` windows, and validation reads the windows that begin at `starts`."""
 
     def __init__(self, val, rows, block_size):
         self.val, self.rows, self.length = val, rows, block_size + 1
         self.starts = np.arange(0, self.n_windows(val), block_size)
 
     def n_windows(self, data) -> int:
-        """The number of places where a window can start. UserError if there is none."""
+        """Return the number of places where a window can start. UserError if there is none."""
         if data.tokens < self.length:
             raise UserError(f"block_size={self.length - 1} is too long for {data.folder}: its "
                             f"{data.split} text has {data.tokens} tokens")
         return data.tokens - self.length + 1
 
     def val_batches(self, limit):
-        """The validation text in windows that follow each other, so that each token is predicted
-        once. A few at its end may be left out."""
+        """Return the starts of windows that follow each other in the validation text, in
+        micro-batches. Each token is predicted once, and a few at the end may be left out."""
         return spread(self.starts, self.rows, limit)
 
     def cut(self, data, starts):
-        """Inputs and targets of some windows, each (B, block_size) int64."""
+        """Return the inputs and targets of some windows, each (B, block_size) int64."""
         import torch  # here, because prepare.py reads data sets too, and starts faster without it
         windows = torch.from_numpy(data.windows(starts, self.length))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
@@ -159,16 +161,16 @@ class TextBatches(Windows):
         for split in data.values():
             split.check()
         self.fingerprint = f"{self.train.sha256} {self.val.sha256}"     # of all that a run reads
-        self.micro_batch(0, 0)      # what is wrong is told before anything is written
+        self.micro_batch(0, 0)      # tells what is wrong before anything is written
 
     def micro_batch(self, step, index):
-        """Micro-batch `index` (over all processes) of the update after `step`: inputs and targets,
-        each (batch_size, block_size) int64."""
+        """Return micro-batch `index` (over all processes) of the update after `step`: the inputs
+        and the targets, each (batch_size, block_size) int64."""
         places = self.n_windows(self.train)
         return self.cut(self.train, draw(self.seed, step, places, self.rows, index,
                                          self.accumulation))
 
 
 def bits_per_byte(ce, data):
-    """Nats per token -> bits per byte of the text of `data`."""
+    """Return nats per token as bits per byte of the text of `data`."""
     return ce / math.log(2) * data.tokens / data.bytes

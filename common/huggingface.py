@@ -63,7 +63,7 @@ def to_pretrained(model, path, eos=None):
     (Path(path) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-# The fields of config.json, each with that of model_gpt's Config.
+# Each field of config.json stands beside that of model_gpt's Config.
 FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
           "intermediate_size": "n_mlp", "num_hidden_layers": "n_layer",
           "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head",
@@ -197,8 +197,8 @@ EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"
 # Every byte of UTF-8 stands in one of these characters, and so do capitals, digits and quotes of
 # all kinds. The last ones have other normal forms, or are blanks without a width.
 CODES = [*range(0x100), *range(0x100, 0x1000, 64), *range(0x1000, 0x10000, 4096),
-         *range(0x10000, 0x110000, 0x40000), *map(ord, "\u0301\u212b\ufb01\uff21\u338f\u2026\u201c"
-                                                  "\u201d\u3000\u200b\u200d\u2028\ufeff\ufffd\u2581")]
+         *range(0x10000, 0x110000, 0x40000), 0x301, 0x212b, 0xfb01, 0xff21, 0x338f, 0x2026, 0x201c,
+         0x201d, 0x3000, 0x200b, 0x200d, 0x2028, 0xfeff, 0xfffd, 0x2581]
 PROBE = "".join(f"a{chr(code)}B {chr(code)} " for code in CODES)
 PROBE = f"  {PROBE}{40 * ' '}b, c . D ! I 'm n't ``e'' 12345\n\n\t\t\r\n"
 

@@ -1,60 +1,67 @@
 """
-Synthetic tasks as data sets, made while training: what a sequence model can do, seen in minutes.
+Synthetic tasks as data sets, which are made while training. They show in minutes what a sequence
+model can do.
 
     python train.py dataset=task:recall block_size=128 run=recall
 
 Inputs stand above targets: target t is the answer after tokens 0..t. A dot is a position that
-is not scored. In parentheses: vocabulary size and a usual length T (block_size).
+is not scored. The parentheses hold the vocabulary size and a usual length T (block_size).
 
-recall (16, T 128). Pairs of a key (0-7) and a value (8-15). Within an example a key always
+recall (16, T 128). An example is pairs of a key (0-7) and a value (8-15). Within it a key always
 has the same value. The value is scored if its key came before, as the last key always did.
-noisy_recall (32, T 128): a pair is two noise tokens (16-31) with probability 0.2.
+noisy_recall (32, T 128). A pair is two noise tokens (16-31) with probability 0.2.
     inputs    3  9  0 14  3  9  5  9  0 14
     targets   .  .  .  .  9  .  .  . 14  .
 
-fuzzy_recall (16, T 128). A key is a motif of one to three distinct tokens of 0-6, a value
-one of 7-14. 15 pads on the left. In validation all keys have three tokens, as in MAD.
+fuzzy_recall (16, T 128). A key is a motif of one to three distinct tokens of 0-6, and a value is
+one of 7-14. The token 15 pads on the left. In validation all keys have three tokens, as in MAD.
     inputs   15  4  2  6  9 11  0  5  1  8  4  2  6  9
     targets   .  .  .  .  .  .  .  .  .  .  .  .  9 11
 
-selective_copying (16, T 256). Sixteen letters (0-13) among blanks (14); the copy token (15);
-sixteen blanks, at which the letters are scored in order. Here with three letters:
+selective_copying (16, T 256). Sixteen letters (0-13) stand among blanks (14). Then come the copy
+token (15) and sixteen blanks, at which the letters are scored in order. This is an example of
+three letters:
     inputs   14 14  7 14  2 14 14 14  7 15 14 14 14
     targets   .  .  .  .  .  .  .  .  .  .  7  2  7
 
-memorization (256, T 32). Keys (0-126), each followed by the insert token (255), at which its
-value (127-254) is scored: the same in all examples, drawn from the seed.
+memorization (256, T 32). The insert token (255) follows each key (0-126), and the key's value
+(127-254) is scored there. The values are drawn from the seed and are the same in all examples.
     inputs  101 255   3 255 101 255
     targets   . 140   . 222   . 140
 
-copying (27). T / 2 letters (0-25), the copy token (26), and the letters again.
+copying (27). An example is T / 2 letters (0-25), the copy token (26), and the letters again.
     inputs    4 19  0 26  4 19
     targets   .  .  .  4 19  0
 
 needles (48, T 128). Eight pairs of a key (0-15, all different) and a value (16-31) are strewn
-over filler (32-47). Then all keys follow in another order, each with its value. Here with two:
+over filler (32-47). Then all keys follow in another order, each with its value. This is an
+example of two pairs:
     inputs   40  3 17 33 33 11 30 45 11 30  3 17
     targets   .  .  .  .  .  .  .  . 30  . 17  .
 
-s3 (6), s5 (120). State tracking: tokens are permutations of 3 or 5 elements, numbered as
-itertools.permutations lists them. The target is the composition of all so far, the first
-applied first. (Attention without absolute positions cannot tell p from p p, so a plain
+s3 (6), s5 (120). The tasks track a state: tokens are permutations of 3 or 5 elements, numbered as
+itertools.permutations lists them. The target is the composition of all so far, of which the first
+is applied first. (Attention without absolute positions cannot tell p from p p, so a plain
 Transformer gets at most 31 of 36 rows of s3 wholly right.)
     inputs    1  2  2  5
     targets   1  3  1  4
 
-All else is drawn uniformly. Training has 12,800 fixed examples (memorization 256; needles,
-s3 and s5 draw new ones at every step), validation 1,280 others.
+All else is drawn uniformly. Training has 12,800 fixed examples, memorization 256; needles, s3 and
+s5 draw new ones at every step. Validation has 1,280 others.
 
 The first five are MAD's (Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid
-Architectures", github.com/athms/mad-lab), copying is from "Repeat After Me" (Jelassi et al.
-2024), s3 and s5 from "The Illusion of State in State-Space Models" (Merrill et al. 2024);
-needles is like RULER's multi-key, multi-query retrieval (Hsieh et al. 2024).
-Departures from MAD's code: the last pair of a recall example came before and is whole (MAD drops
-its value); fuzzy_recall holds as many pairs as fit; the seed also draws the blanks of
-selective_copying; no compression, whose decoder is not the model's head; training scores what
-validation scores (MAD: every next token of the recall tasks) and draws examples with replacement,
-not in epochs; accuracy is the mean over tokens, not over classes of tokens.
+Architectures", github.com/athms/mad-lab). copying is from "Repeat After Me" (Jelassi et al. 2024).
+s3 and s5 are from "The Illusion of State in State-Space Models" (Merrill et al. 2024). needles is
+like RULER's multi-key, multi-query retrieval (Hsieh et al. 2024).
+
+Where this file differs from MAD's code:
+- recall. The last pair of an example came before and is whole; MAD drops its value.
+- fuzzy_recall. An example holds as many pairs as fit.
+- selective_copying. The seed also draws the blanks.
+- compression. The task is missing, because its decoder is not the model's head.
+- Training. It scores what validation scores, while MAD scores every next token of the recall tasks.
+  Examples are drawn with replacement, not in epochs.
+- Accuracy. It is the mean over tokens, not over classes of tokens.
 """
 import itertools
 from collections.abc import Callable
@@ -69,8 +76,8 @@ from common.keys import UserError
 from common.tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280
-# The last word of each seed: no two kinds of draws share random numbers. (0 cannot be one: to
-# numpy the seeds [seed, step] and [seed, step, 0] are the same.)
+# A seed ends in one of these words, so that no two kinds of draws share random numbers. None is 0,
+# because to numpy the seeds [seed, step] and [seed, step, 0] are the same.
 TRAIN, VAL, FRESH, MAP = 2, 3, 4, 5
 
 
@@ -92,7 +99,7 @@ def recall(rng, T, noise=0.0):
 
 
 def motifs(rng, count, alphabet, sizes):
-    """count tuples of distinct tokens of the alphabet, their lengths drawn from sizes."""
+    """Return count tuples of distinct tokens of the alphabet, with lengths drawn from sizes."""
     tokens = rng.permuted(np.tile(alphabet, (count, 1)), axis=1).tolist()
     lengths = rng.choice(sizes, count).tolist()
     return [tuple(row[:length]) for row, length in zip(tokens, lengths)]
@@ -159,7 +166,8 @@ def needles(rng, T, pairs=8):
 
 @cache
 def compositions(n):
-    """table[s][p]: the number of the permutation of n elements that does s, then p."""
+    """Return a table. Its entry [s][p] is the number of the permutation of n elements that does s,
+    then p."""
     permutations = list(itertools.permutations(range(n)))
     number = {p: i for i, p in enumerate(permutations)}
     return [[number[tuple(p[x] for x in s)] for p in permutations] for s in permutations]
@@ -213,7 +221,7 @@ class TaskData:
 
     @cached_property
     def examples(self):
-        """All inputs and targets, (count, T) each; the first use makes them, in seconds."""
+        """Return all inputs and targets, (count, T) each. The first use makes them, in seconds."""
         seeds = ([self.seed, i, self.split] for i in range(self.count))
         return stack(self.example(np.random.default_rng(seed)) for seed in seeds)
 
@@ -227,7 +235,7 @@ class TaskBatches:
     place of windows."""
 
     def __init__(self, cfg, block_size):
-        """UserError if name or length is impossible."""
+        """UserError if the name or the length is impossible."""
         task = TASKS.get(cfg.dataset.removeprefix("task:"))
         if task is None:
             known = ", ".join(f"task:{name}" for name in TASKS)
@@ -263,8 +271,8 @@ class TaskBatches:
 
 
 def count_right(logits, targets):
-    """How many scored targets (not -1) are the likeliest token, and in how many rows all
-    are: two scalar tensors. logits (B, T, V), targets (B, T)."""
+    """Return two scalar tensors: how many scored targets (not -1) are the likeliest token, and in
+    how many rows all are. logits (B, T, V), targets (B, T)."""
     targets = targets.to(logits.device)
     masked, right = targets == -1, logits.argmax(-1) == targets
     return right.sum(), (right | masked).all(1).sum()

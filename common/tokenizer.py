@@ -1,6 +1,7 @@
 """
 Text <-> token ids: bytes, characters, byte-pair encoding trained here, GPT-2's, and those of
-Hugging Face models. to_dict() holds all that load_tokenizer needs: no other file, no download.
+Hugging Face models. to_dict() holds all that load_tokenizer needs, so that it reads no other file
+and downloads nothing.
 """
 import base64
 import os
@@ -15,10 +16,10 @@ from common.keys import UserError, first_line, need
 MAX_BPE = 1 << 18
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16
-MARK = "\U0010ffff"  # a character that no token holds
-# characters encoded at once: tiktoken's stack overflows on 10^6 spaces
+MARK = "\U0010ffff"  # no token holds this character
+# So many characters are encoded at once, because tiktoken's stack overflows on 10^6 spaces.
 SLICE = 1 << 16
-# How GPT-4 splits text before byte pairs are merged; no merge crosses these pieces.
+# GPT-4 splits text into these pieces before byte pairs are merged. No merge crosses them.
 PATTERN = "|".join([
     r"'(?i:[sdmt]|ll|ve|re)(?!\p{L})",  # English contractions; not the start of 'data'
     r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",  # a word, with one space or sign before it
@@ -33,10 +34,10 @@ GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+"
 
 
 class Tokenizer:
-    """What all kinds share. A kind has two methods of its own: encode_slice(text, first) returns
-    the ids of a slice of a text, as an array, and spell(ids) the bytes of ids. No text is encoded
-    as end-of-text: "<|endoftext|>" is thirteen characters like any other."""
-    anchor = ()     # ids of some text: streamed text follows them
+    """The base of all kinds. A kind has two methods of its own: encode_slice(text, first) returns
+    the ids of a slice of a text, as an array, and spell(ids) returns the bytes of ids. No text is
+    encoded as end-of-text: "<|endoftext|>" is thirteen characters like any other."""
+    anchor = ()     # the ids of a text that goes on where `after` and `stream` begin
 
     def __init__(self, vocab_size, eot, kind, /, **made_of):
         """eot is the id of end-of-text. kind and made_of are the class and its arguments."""
@@ -46,14 +47,15 @@ class Tokenizer:
         return {"kind": self.kind, **self.made_of}
 
     def encode(self, text) -> list:
-        """Text -> ids. UserError for a lone surrogate, or a character unknown to char."""
+        """Return the ids of a text. UserError for a lone surrogate, or a character that a char
+        tokenizer does not know."""
         if wrong := SURROGATE.search(text):     # tiktoken would replace it
             raise UserError(f"character {wrong[0]!r} is not valid Unicode text")
         parts = [self.encode_slice(part, n == 0) for n, part in enumerate(slices(text))]
         return [i for ids in parts for i in ids.tolist()]
 
     def decode_bytes(self, ids) -> bytes:
-        """Ids -> bytes, which may end inside a character. End-of-text has none."""
+        """Return the bytes of ids, which may end inside a character. End-of-text has none."""
         ids = np.asarray(ids, dtype=np.int64)
         return self.spell(ids[ids != self.eot])
 
@@ -67,9 +69,9 @@ class Tokenizer:
         return self.decode([*before, *ids])[len(self.decode(before)):]
 
     def stream(self, ids):
-        """Yields the text that each id adds to a text, then the text of the ids that still wait.
-        Ids wait while their text ends in U+FFFD, because a character may be unfinished. It lacks
-        at least one of at most four bytes, so three ids wait at most."""
+        """Yield the text that each id adds to a text, then the text of the ids that still wait. Ids
+        wait while their text ends in U+FFFD, because its character may be unfinished. An unfinished
+        character has at most three bytes, so at most three ids wait."""
         before, waiting = self.anchor, []
         for i in ids:
             waiting.append(i)
@@ -114,7 +116,7 @@ class CharTokenizer(Tokenizer):
 
 class BPETokenizer(Tokenizer):
     def __init__(self, pattern, ranks):
-        """ranks: each token in base64, in the order of the merges and so of the ids."""
+        """ranks has each token in base64, in the order of the merges and so of the ids."""
         pieces = [base64.b64decode(piece) for piece in ranks.split()]
         ids = {piece: i for i, piece in enumerate(pieces)}
         if len(ids) != len(pieces) or not {bytes([i]) for i in range(256)} <= ids.keys():
@@ -141,14 +143,14 @@ class HFTokenizer(Tokenizer):
         vocab = self.library.get_vocab()
         super().__init__(max(vocab.values()) + 1, vocab[eos], "hf", eos=eos, json=json)
         self.anchor = self.encode("a")
-        # Some put a blank before a text. The next slices of a text stand behind a mark for them,
-        # which no token joins.
+        # Some tokenizers put a blank before a text. With these, a slice of a text that is not its
+        # first is encoded behind a mark, which no token joins.
         n_mark = len(self.encode(MARK))
         blank = self.encode(MARK + "a")[n_mark:] != self.anchor
         self.mark, self.n_mark = (MARK, n_mark) if blank else ("", 0)
 
     def encode_slice(self, text, first=True) -> np.ndarray:
-        # a batch of one: unlike the library's encode it lets the other threads run
+        # This is a batch of one: unlike the library's encode it lets the other threads run.
         batch = [text if first else self.mark + text]
         encoding, = self.library.encode_batch_fast(batch, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)[0 if first else self.n_mark:]
@@ -158,8 +160,8 @@ class HFTokenizer(Tokenizer):
 
 
 class TaskTokenizer(Tokenizer):
-    """The token ids of a synthetic task (tasks.py) as text: decimal numbers between blanks. There
-    is no end-of-text."""
+    """The token ids of a synthetic task (tasks.py) are decimal numbers between blanks. There is no
+    end-of-text."""
     anchor = (0,)
 
     def __init__(self, vocab_size):
@@ -181,7 +183,7 @@ KINDS = {"byte": ByteTokenizer, "char": CharTokenizer, "bpe": BPETokenizer, "hf"
 
 
 def load_tokenizer(saved) -> Tokenizer:
-    """The tokenizer of a meta.json or a checkpoint. UserError if it is malformed."""
+    """Return the tokenizer of a meta.json or a checkpoint. UserError if it is malformed."""
     try:
         made_of = {name: value for name, value in saved.items() if name != "kind"}
         return KINDS[saved["kind"]](**made_of)
@@ -192,9 +194,9 @@ def load_tokenizer(saved) -> Tokenizer:
 
 
 def check_back(text, back) -> str:
-    """Return `back`, to which a text was encoded and decoded. UserError if it is another. Its form
-    may be another one that is canonically equivalent, as Unicode's NFC is, and it may have blanks
-    in place of "▁", which is SentencePiece's sign of a blank."""
+    """Return `back`, which is a text that was encoded and decoded. UserError if it is another text.
+    It may have another, canonically equivalent form, as Unicode's NFC is, and blanks in place of
+    "▁", which is SentencePiece's sign of a blank."""
     if len({normalize("NFC", t).replace("▁", " ") for t in (text, back)}) > 1:
         at = len(os.path.commonprefix([text, back]))
         raise UserError(f"not every text comes back from the tokenizer: {text[at:at + 20]!r} "
@@ -203,9 +205,9 @@ def check_back(text, back) -> str:
 
 
 def slices(text, size=SLICE):
-    """Cuts a text into slices of at most `size` characters, which are encoded one by one. A cut
-    before a space that follows a non-space changes no token where none holds the two, as in a BPE
-    of words. Where there is no such place the cut is made anyway."""
+    """Cut a text into slices of at most `size` characters, which are encoded one by one. A cut
+    before a space that follows a non-space changes no token if no token holds both characters, as
+    in a BPE of words. The cut is made elsewhere if there is no such place."""
     most = rf"(?s:.{{1,{size}}})"
     pattern = rf"{most}\Z|{most}(?<=\S)(?= )|{most}"
     return (match[0] for match in re.finditer(pattern, text))
@@ -232,16 +234,16 @@ def train_bpe(size, texts) -> BPETokenizer:
 
 
 def byte_signs() -> dict:
-    """{sign: byte}, in the order of the bytes: how the library writes bytes in a vocabulary, after
-    GPT-2. Bytes that print stand for themselves, and the others are U+0100 and on."""
+    """Return {sign: byte} in the order of the bytes. The library writes bytes in a vocabulary as
+    GPT-2 did: bytes that print stand for themselves, and the others are U+0100 and on."""
     printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (chr(code) for code in range(256, 512))
     return {chr(i) if i in printing else next(others): i for i in range(256)}
 
 
 def words_of_bytes(pattern):
-    """The library's pre-tokenizer of a BPE of bytes. No merge crosses the pieces of the pattern;
-    without one a text is one piece."""
+    """Return the library's pre-tokenizer of a BPE of bytes. No merge crosses the pieces of the
+    pattern. Without a pattern a text is one piece."""
     library = need("tokenizers")
     steps = library.pre_tokenizers
     split = [steps.Split(library.Regex(pattern), "isolated")] if pattern else []
@@ -249,7 +251,8 @@ def words_of_bytes(pattern):
 
 
 def gpt2_tokenizer() -> BPETokenizer:
-    """By tiktoken, which takes a fraction of the time of hf:openai-community/gpt2."""
+    """Return GPT-2's tokenizer by tiktoken, which takes a fraction of the time of the same one as
+    hf:openai-community/gpt2."""
     tiktoken = need("tiktoken")
     try:
         gpt2 = tiktoken.get_encoding("gpt2")
