@@ -197,7 +197,8 @@ def check_back(text, back) -> str:
     """Return `back`, which is a text that was encoded and decoded. UserError if it is another text.
     It may have another, canonically equivalent form, as Unicode's NFC is, and blanks in place of
     "▁", which is SentencePiece's sign of a blank."""
-    if len({normalize("NFC", t).replace("▁", " ") for t in (text, back)}) > 1:
+    canonical = lambda t: normalize("NFC", t).replace("▁", " ")
+    if text != back and canonical(text) != canonical(back):
         at = len(os.path.commonprefix([text, back]))
         raise UserError(f"not every text comes back from the tokenizer: {text[at:at + 20]!r} "
                         f"comes as {back[at:at + 20]!r}")
