@@ -269,13 +269,11 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
     A softmax can go on from a softmax over fewer keys. The keys that a query has met have together
     the weight e^lse, and out is the weighted mean of their values. So they count as one more key in
     the softmax over the tile, with the score lse and the value out."""
-    # The kernel computes the softmax over the tile alone, and merge joins the two. In bfloat16 it
-    # is called for every tile, because q @ k would round the scores. In float32 it is called for
-    # more than 32 keys only, because for fewer the call takes longer than the work. (This 32 has
-    # nothing to do with cfg.chunk.)
+    # In bfloat16 the kernel is called for every tile, because q @ k would round the scores. In
+    # float32 it is called for more than 32 keys only, because for fewer the call takes longer than
+    # the work. (This 32 has nothing to do with cfg.chunk.)
     if q.dtype != lse.dtype or k.size(2) > 32:
-        tile_out, tile_lse = kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes)
-        return kernels.merge(out, lse, tile_out, tile_lse)
+        return kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes, own=(lse, out))
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     scores = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, t, keys)
     if slopes is not None:

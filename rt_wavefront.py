@@ -178,17 +178,14 @@ class Wavefront:
     def outside(self, q, k_temp, v_temp, pairs, step):
         """Attention of a chunk's queries to their temporary pairs and all earlier chunks. Return
         out (A, B, H, K, D) and lse (A, B, H, K)."""
-        lse = (q * k_temp).sum(-1) * self.scale  # the temporary pair alone has v^ as its out
-        found = []
-        for q_l, l in zip(q, range(step.lo, step.hi)):
+        score, found = (q * k_temp).sum(-1) * self.scale, []  # the temporary pair's
+        for n, l in enumerate(range(step.lo, step.hi)):
             start, positions = self.starts[step.s - l]
             keys, values = pairs[:, l, :, :, :start]  # all are visible
-            found.append(kernels.attend_by_position(q_l, keys, values, *positions))
-        # Both are (A B, H, K, .). Without earlier chunks more is 0 and more_lse is -inf.
-        more, more_lse = map(torch.cat, zip(*found))
-        out, lse = v_temp.view(more.shape), lse.view(more_lse.shape)
-        out, lse = kernels.merge(out, lse, more, more_lse)
-        return out.reshape(q.shape), lse.reshape(q.shape[:4])
+            own = score[n], v_temp[n]
+            found.append(kernels.attend_by_position(q[n], keys, values, *positions, own=own))
+        out, lse = map(torch.stack, zip(*found))
+        return out, lse
 
     def by_position(self, q, out, lse):
         """Return q / sqrt(D), out and lse, (A, B, H, K, .), as (Z, K, Q, .). The Q queries of a
