@@ -20,7 +20,7 @@ import typing
 from dataclasses import field, fields
 from pathlib import Path
 
-from omegaconf import OmegaConf
+import yaml
 
 try:
     import fcntl
@@ -122,7 +122,7 @@ def split_args(argv, least=0, most=0):
     """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of a key given twice the last holds.
     least, most: of arguments that are runs, not keys (None: any number)."""
     keys = dict(arg.split("=", 1) for arg in argv if is_key(arg))
-    paths = [arg for arg in argv if not is_key(arg)]
+    paths = [home(arg) for arg in argv if not is_key(arg)]
     if most is not None and len(paths) > most:
         raise UserError(f"argument {paths[most]!r} is not of the form key=value")
     if len(paths) < least:
@@ -185,6 +185,8 @@ def typed_config(schema, values):
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
     check_known(values, kinds)
     for key, value in values.items():
+        if key in allowed and isinstance(value, bool):      # compile: true, of a YAML file
+            value = str(value).lower()
         typed[key] = typed_value(key, value, kinds[key])
         if typed[key] not in allowed.get(key, [typed[key]]):
             words = ", ".join(filter(None, allowed[key]))
@@ -216,6 +218,18 @@ def check_known(values, keys):
             raise UserError(f"unknown key {key!r:.60}: {hint}")
 
 
+PATHS = "out_dir", "data_dir", "init_from", "teacher", "config", "export", "requests"
+
+
+def home(path) -> str:
+    """A path with the home folder in place of ~, as a shell would have put it there. UserError for
+    a user that there is not, so that no folder is named ~."""
+    full = os.path.expanduser(path)
+    if full.startswith("~"):
+        raise UserError(f"{path}: there is no such user; a file of this name is ./{path}")
+    return full
+
+
 KINDS = {int: "int (less than 2^63)", float: "float (finite)", bool: "bool (true or false)",
          str: "str (in YAML: in quotes)"}
 
@@ -233,18 +247,43 @@ def typed_value(key, value, kind):
         if kind is bool and str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
         if kind is str and text and "\0" not in value:      # no file name holds a zero byte
-            return value
-    raise UserError(f"{key}: expected {KINDS.get(kind, kind)}, got {value!r:.60}")
+            return home(value) if key in PATHS else value
+    shown = type(value).__name__ if isinstance(value, (list, dict)) else f"{value!r:.60}"
+    raise UserError(f"{key}: expected {KINDS.get(kind, kind)}, got {shown}")
+
+
+class Loader(yaml.SafeLoader):
+    """YAML whose numbers are those of the command line. (In YAML 1.1, 0100 is 64, 1:30 is 90, 1e-3
+    is text and yes is true. Here they are 100, text, 0.001 and text.) A name that stands twice in
+    a file is refused."""
+    yaml_implicit_resolvers = {}
+
+    def construct_mapping(self, node, deep=False):
+        found = [name.value for name, _ in node.value]
+        for name in found:
+            if found.count(name) > 1:
+                raise ValueError(f"{name!r} stands there twice")
+        return super().construct_mapping(node, deep)
+
+
+for name, pattern, construct in (       # the first that matches a plain scalar
+        ("null", "~|null|", lambda text: None), ("bool", "true|false", lambda text: text == "true"),
+        ("int", "[+-]?[0-9]+(_[0-9]+)*", int),
+        ("float", r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?", float)):
+    tag = f"tag:yaml.org,2002:{name}"
+    Loader.add_implicit_resolver(tag, re.compile(f"(?:{pattern})$"), None)
+    Loader.add_constructor(tag, lambda loader, node, construct=construct: construct(node.value))
 
 
 def load_yaml(file):
-    """The keys of a config file. UserError where it is missing, or not `key: value` lines."""
+    """The options of a config file. UserError where it is missing, or not `option: value` lines."""
     text = read_text(file, f"config={file}")
     try:
-        return {**OmegaConf.to_container(OmegaConf.create(text), resolve=False)}
+        return {**Loader(text).get_single_data()}
     except Exception as e:  # the YAML parser has many kinds of errors, all about this file
         reason = " ".join(str(e).split())[:200] or "no lines of keys"
-        raise UserError(f"config={file} is not valid YAML of `key: value` lines: {reason}") from e
+        raise UserError(f"config={file} is not valid YAML of `option: value` lines: "
+                        f"{reason}") from e
 
 
 def model_module(name):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from common.checkpoint import build_model, load_checkpoint, load_initial, newest
 from common.data import TextBatches, is_task, open_data
 from common.keys import (HERE, Keys, UserError, check_known, check_name, choice, first_line,
-                         known, load_yaml, model_module, names, note, plain_name, typed_config,
-                         typed_value)
+                         home, known, load_yaml, model_module, names, note, plain_name,
+                         typed_config, typed_value)
 
 
 # keys that are of one call of train.py: no checkpoint sets them
@@ -119,7 +119,7 @@ def read_config(given):
 def config_file(given):
     """The values of the file that config= names, or else of configs/MODEL_tiny.yaml."""
     tiny = HERE / "configs" / f"{given.get('model', TrainConfig.model)}_tiny.yaml"
-    file = given.get("config", str(tiny))
+    file = home(given.get("config", str(tiny)))
     yaml = load_yaml(file) if "config" in given or tiny.exists() else {}
     return {"run": plain_name(Path(file).stem), **yaml, "config": file}
 

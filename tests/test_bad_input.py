@@ -14,11 +14,14 @@ import runs
 import sample
 import serve
 import train
+from common.process import TrainConfig, read_config
 from conftest import ROOT, snapshot
 
 # text files of the world, by name
 FILES = {"broken.yaml": "a: [1, 2", "resume.yaml": "resume: true", "number.yaml": "model: 5", "true.yaml": "seed: true",
-         "unnamed.yaml": "1: 2", "large.yaml": "grad_clip: 1" + "0" * 400, "empty.txt": "", "afile": "not a folder",
+         "unnamed.yaml": "1: 2", "large.yaml": "grad_clip: 1" + "0" * 400, "empty.txt": "",
+         "sixty.yaml": "keep_interval: 1:30", "octal.yaml": "keep_interval: 0o17", "twice.yaml": "seed: 1\nseed: 2", "list.yaml": "seed: [1]",
+         "home.yaml": "teacher: ~nobody_of_this_name/out", "afile": "not a folder",
          "ä.txt": "some text, " * 20, "ö.txt": "other"}
 
 
@@ -77,6 +80,9 @@ TRAIN = [
     (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
     # config files
     (["config=pipe"], "pipe cannot be read"), (["config=number.yaml"], "model: expected str (in YAML: in quotes)"),
+    (["config=sixty.yaml"], "keep_interval: expected int (less than 2^63), got '1:30'"),
+    (["config=octal.yaml"], "keep_interval: expected int (less than 2^63), got '0o17'"), (["config=twice.yaml"], "'seed' stands there twice"),
+    (["config=list.yaml"], "seed: expected int (less than 2^63), got list"), (["config=home.yaml"], "there is no such user"),
     (["config=true.yaml"], "seed: expected int"), (["config=broken.yaml"], "broken.yaml is not valid YAML"),
     (["config=large.yaml"], "grad_clip"), (["config=resume.yaml", "overwrite=true", "run=r"], "exclude each other"),
     # models
@@ -149,6 +155,20 @@ def test_one_line_and_exit_2(program, args, message, world, capfd, monkeypatch):
     before = snapshot(world)
     assert message in refusal(PROGRAMS[program][0], argv, monkeypatch, capfd)
     assert snapshot(world) == before
+
+
+def test_values_of_a_config_file_are_those_of_the_command_line(tmp_path, monkeypatch):
+    """Numbers of YAML 1.1 are not; ~ is the home folder, in paths that are arguments too."""
+    lines = {"max_steps": "0100", "learning_rate": "1e-3", "seed": "1_000", "run": "'7'", "compile": "true", "grad_clip": ".5",
+             "out_dir": "~/out", "init_from": "~/x", "max_flops": "1e15"}
+    (tmp_path / "x.yaml").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
+    cfg = keys.typed_config(TrainConfig, keys.load_yaml(tmp_path / "x.yaml"))
+    assert cfg == keys.typed_config(TrainConfig, {**lines, "run": "7"})
+    assert (cfg.max_steps, cfg.learning_rate, cfg.grad_clip, cfg.seed, cfg.compile) == (100, 1e-3, 0.5, 1000, "true")
+    assert cfg.out_dir == os.path.expanduser("~/out") and cfg.init_from == os.path.expanduser("~/x")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_config({"config": "~/x.yaml", "init_from": ""})[0].folder == tmp_path / "out" / "7"
+    assert keys.split_args(["~/out/r"], most=1)[0] == [f"{tmp_path}/out/r"]
 
 
 @pytest.mark.parametrize("program, key", [("train", "init_from=owner/name"), ("prepare", "n=3"), ("sample", "n=3"),
