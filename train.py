@@ -3,10 +3,11 @@ The trainer of every model: one process on a CPU or GPU, or many through torchru
 
     python train.py                                     a small model on Python's standard library
     python train.py config=FILE.yaml n_layer=6          a config file, and a key in place of its
-    python train.py run=long max_steps=9000 resume=true     go on from out/long/ckpt.pt
+    python train.py run=long max_steps=9000 resume=true     go on from out/long/ckpt.pt; with
+                                                        resume=auto, start if there is none
     torchrun --nproc_per_node=8 train.py gradient_accumulation_steps=8      data parallel, on any
                                                         number of nodes; fsdp=true shards
-    python train.py help                                every key with its meaning
+    python train.py help model=rt                       every option, those of model=rt too
 
 Keys are those of TrainConfig (common/process.py, where file, checkpoint and command line are
 merged) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last state), best.pt
@@ -65,6 +66,7 @@ class Run:
     micro_step: object      # the function micro_step, or a recording of it
     optimizers: list
     teacher: object = None  # a model to distil from
+    taught_by: str = ""     # the fingerprint of its weights
     log: object = None      # Log, on the first process
     step: int = 0           # completed optimizer steps
     tokens: int = 0         # trained on, over all processes
@@ -102,16 +104,17 @@ def setup(argv):
         check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
     fit_to_data(cfg, given, batches)
     model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(procs.device)
-    set_budget(cfg, model)
+    set_budget(cfg, model, *((ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()))
     if cfg.fsdp:
         shard(model, blocks_of(model), procs.device, procs.world)
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs), micro_step,
-              make_optimizers(model, cfg), load_teacher(cfg, model, data))
+              make_optimizers(model, cfg), *load_teacher(cfg, model, data))
     if cfg.compile == "graph" and not cfg.eval_only:
         run.micro_step = record_micro_step(run)
     elif not cfg.eval_only:
         try_micro_step(run)
-    if cfg.resume:
+    if cfg.resume == "true":
+        check_teacher(run, ckpt, "teacher" in given)
         restore(run, ckpt)
     elif cfg.eval_only and ckpt is not None:
         run.step = ckpt["step"]
@@ -130,9 +133,23 @@ def setup(argv):
 
 def check_new(cfg):
     """UserError if the run would replace another one."""
-    if newest(cfg.folder).exists() and not (cfg.resume or cfg.overwrite or cfg.eval_only):
+    if newest(cfg.folder).exists() and cfg.resume == "false" and not (cfg.overwrite
+                                                                        or cfg.eval_only):
         raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
                         f"overwrite=true replaces it, run=NAME starts another run")
+
+
+def check_teacher(run, ckpt, given):
+    """UserError if the teacher is not the one that the run began with. One of the command line
+    may be another, which is told."""
+    was = ckpt.get("teacher", run.taught_by)        # older checkpoints do not tell
+    if was == run.taught_by or run.cfg.eval_only:
+        return
+    if not given:
+        raise UserError(f"teacher={run.cfg.teacher} is not the teacher that the run began with: its "
+                        f"weights are others now. With teacher={run.cfg.teacher} on the command "
+                        f"line, the run goes on with these")
+    note("the teacher is not the one that the run began with")
 
 
 def check_graph(cfg, procs):
@@ -257,6 +274,9 @@ NEW_LOG = "log.new.jsonl"
 OURS = re.compile(r"(ckpt|pending|best|step_[0-9]+)\.pt|log(\.new)?\.jsonl|curves\.png")
 KEPT = "what was saved is kept"
 COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
+# what a validation loss is measured with: losses compare where all of it is the same
+MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "dtype", "block_size",
+           "exit_loop")
 
 
 def save_and_evaluate(run):
@@ -323,15 +343,21 @@ def state(run):
             "tokenizer": run.batches.train.tokenizer.to_dict(),
             "weights": whole(run.model.state_dict()),
             "optimizers": [whole(optimizer.state_dict()) for optimizer in run.optimizers],
-            **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint}
+            **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint,
+            "teacher": run.taught_by}
 
 
 def restore(run, ckpt):
     """Go on from the state of a checkpoint; the model has its weights already."""
     for name in COUNTED:
         setattr(run, name, ckpt[name])
-    if ckpt["data"] != run.batches.fingerprint:
-        note("the data is another than the checkpoint's: the best loss is forgotten")
+    now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint}
+    was = {**ckpt["config"], **ckpt["model_config"], "data": ckpt["data"]}
+    some = run.cfg.eval_batches or run.cfg.exact_batches    # or else all is measured, in any batch
+    if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
+                 and (some or name != "batch_size")]:
+        note(f"the checkpoint's losses were measured with another {', '.join(other)}: the best "
+             f"loss is forgotten")
         run.best_ce = math.inf
     try:
         load_optimizers(run.optimizers, ckpt["optimizers"], run.step, run.cfg)
@@ -425,12 +451,14 @@ def train(run):
 
 @contextlib.contextmanager
 def stop_request():
-    """A list that is empty until SIGTERM or SIGINT asks for a stop after the current step. More of
-    them change nothing: timeout, torchrun and schedulers send several, and the state is to be
-    saved. SIGKILL ends a step at once."""
+    """A list that is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed) asks for a stop
+    after the current step. More of them change nothing: timeout, torchrun and schedulers send
+    several, and the state is to be saved. SIGKILL ends a step at once. Below nohup, which ignores
+    SIGHUP, a run goes on."""
     asked = []
     handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig))
-                for sig in (signal.SIGTERM, signal.SIGINT)}
+                for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+                if signal.getsignal(sig) != signal.SIG_IGN}
     try:
         yield asked
     finally:

@@ -127,6 +127,15 @@ def build_model(ckpt, **overrides):
     return model
 
 
+def fingerprint(ckpt) -> str:
+    """Return the SHA-256 of what a checkpoint computes: of its model and its weights."""
+    found = hashlib.sha256(json.dumps([ckpt["model"], ckpt["model_config"]]).encode())
+    for name, w in sorted(ckpt["weights"].items()):
+        found.update(f"{name} {w.dtype} {[*w.shape]}".encode())
+        found.update(w.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 def load_run(path, device="cpu", dtype="float32", **overrides):
     """Return the model in eval mode, the tokenizer and the checkpoint of a run's folder or of a
     checkpoint's file. dtype names the type of the weights, which the model's caches have too; auto

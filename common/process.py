@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.checkpoint import build_model, load_checkpoint, load_initial, newest
+from common.checkpoint import (build_model, fingerprint, load_checkpoint, load_initial,
+                               newest)
 from common.data import TextBatches, is_task, open_data
 from common.keys import (HERE, Keys, UserError, check_known, check_name, choice, first_line,
                          home, known, load_yaml, model_module, names, note, plain_name,
@@ -28,7 +29,7 @@ class TrainConfig(Keys):
     run: str = ""  # folder of results (default: the config's name)
     out_dir: str = "out"  # where run folders are
     init_from: str = ""  # start from a run or Hugging Face model
-    resume: bool = False  # go on from the run's ckpt.pt, whatever init_from
+    resume: str = choice("false", "true", "auto")  # go on from ckpt.pt; auto: if there is one
     overwrite: bool = False  # let a new run replace this one
     eval_only: bool = False  # only evaluate ckpt.pt, or init_from
     model: str = "gpt"  # which model_<name>.py
@@ -79,8 +80,8 @@ class TrainConfig(Keys):
         self.between(**{**numbers, **counts, "sample_tokens": (0, 2 ** 20),
                         "beta1": (0, 0.99999), "beta2": (0, 0.99999),
                         "cooldown_frac": (0, 1), "min_lr_frac": (0, 1)})
-        if self.resume and self.overwrite:
-            raise ValueError("resume=true and overwrite=true exclude each other")
+        if self.resume != "false" and self.overwrite:
+            raise ValueError(f"resume={self.resume} and overwrite=true exclude each other")
 
     @property
     def folder(self):
@@ -97,7 +98,10 @@ def read_config(given):
     named = base if "config" in given else {}
     values = {**base, **given}
     start = typed_config(TrainConfig, {key: values[key] for key in START & values.keys()})
-    if start.resume or start.eval_only and not given.get("init_from"):
+    if start.resume == "auto":                  # of a run that a scheduler starts again and again
+        start.resume = "true" if newest(start.folder).exists() else "false"
+    given = {**given, "resume": start.resume}
+    if start.resume == "true" or start.eval_only and not given.get("init_from"):
         given = {**given, "init_from": ""}      # what the run began with matters no more
         ckpt = load_checkpoint(newest(start.folder))
         base = keys_of_run(ckpt, start, named, given)
@@ -370,20 +374,29 @@ def flops_of_step(cfg, model):
     return tokens_per_step(cfg, model) * model.flops_per_token()
 
 
-def set_budget(cfg, model):
-    """max_steps from max_flops; UserError where that is less than one step."""
+def set_budget(cfg, model, step=0, flops=0.0):
+    """max_steps from max_flops; UserError where that is less than one step. A resumed run has
+    spent `flops` on its first steps, which may have been larger or smaller than those to come."""
     cost = flops_of_step(cfg, model)
     if 0 < cfg.max_flops < cost:
         raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost:.3g} "
                         f"floating-point operations")
-    cfg.max_steps = min(int(cfg.max_flops / cost), 2**62) or cfg.max_steps  # resume reads an int
+    other = step * cost - flops                 # but for rounding 0 where all steps are alike
+    left = cfg.max_flops + (other if abs(other) > cost / 2 else 0)
+    if cfg.max_flops:                           # (a checkpoint holds no larger int)
+        cfg.max_steps = max(1, min(int(left / cost), 2**62))
 
 
 def load_teacher(cfg, model, data):
-    """The model that teacher= names, in eval mode; None without one. UserError if its tokens are
-    not the data's, or if it reads shorter sequences."""
+    """Return the model that teacher= names, in eval mode, and the fingerprint of its weights; None
+    and "" without one. UserError if its tokens are not the data's, if it reads shorter sequences,
+    or if it stands in the run's own folder, where it would be replaced by the student."""
     if not cfg.teacher or cfg.eval_only:
-        return None
+        return None, ""
+    path, own = Path(cfg.teacher).resolve(), cfg.folder.resolve()
+    if own in (path, *path.parents):
+        raise UserError(f"teacher={cfg.teacher} is in the folder of the run itself, whose weights "
+                        f"take its place: run=NAME names another folder")
     ckpt = load_initial(cfg.teacher, "teacher")
     check_tokenizer(ckpt, data, f"teacher={cfg.teacher}")
     teacher = build_model(ckpt).eval().requires_grad_(False)
@@ -392,4 +405,4 @@ def load_teacher(cfg, model, data):
     if size != V or limit < T:
         raise UserError(f"teacher={cfg.teacher} has vocab_size={size} and takes {limit} tokens, "
                         f"the model has vocab_size={V} and block_size={T}")
-    return teacher.to(next(model.parameters()).device)
+    return teacher.to(next(model.parameters()).device), fingerprint(ckpt)

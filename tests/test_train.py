@@ -204,7 +204,7 @@ def test_schedules_by_hand(schedule, factors):
 def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):
     """The gradient's norm is logged as it was before it was clipped. A longer run goes on from the last evaluation: that
     stays in the log, and best.pt, whatever eval_interval. Tokens are counted at the size of their steps."""
-    trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=4", "grad_clip=1e-3", "beta1=0")
+    trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=4", "grad_clip=1e-3", "beta1=0", "eval_batches=0")
     rows = checkpoint.read_log(trainer.folder / "log.jsonl")
     steps, evaluations = ([r for r in rows if key in r] for key in ("ce", "val_ce"))
     assert [r["step"] for r in steps] == list(range(1, 7)) and [r["step"] for r in evaluations] == [4, 6]
@@ -214,8 +214,9 @@ def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):
     assert abs(torch.cat(moments).norm() - 1e-3) < 1e-5 and steps[-1]["grad_norm"] > 0.1
     val, bpb = trainer.batches.val, evaluations[0]["val_bpb"]
     assert bpb == pytest.approx(evaluations[0]["val_ce"] / math.log(2) * val.tokens / val.bytes)
-    runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=6")           # nothing to do
-    worse = runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=8", "batch_size=4", "learning_rate=50")
+    runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=6", "eval_batches=0")         # nothing to do
+    worse = runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=8", "batch_size=4", "learning_rate=50",
+                     "eval_batches=0")
     rows = checkpoint.read_log(worse.folder / "log.jsonl")
     assert [row["step"] for row in rows if "val_ce" in row] == [4, 6, 8]
     assert checkpoint.load_checkpoint(worse.folder / "best.pt")["step"] == 6
@@ -244,7 +245,16 @@ def test_a_budget_of_operations(tmp_path, data_dir):
     cfg.max_flops = 1000
     with pytest.raises(UserError, match="max_flops=1e[+]03 is less than one step of"):
         set_budget(cfg, model)
-    assert runs.run("gpt", tmp_path, data_dir, "max_flops=1e8", stop_after=2).cfg.max_steps > 6
+    cfg.max_flops = 10 * cost       # of which three steps of double size have spent 6, or three alike 3 and a rounding
+    for spent, steps in (6, 7), (3 + 1e-9, 10), (0.5 * 3, 11), (12, 1):
+        set_budget(cfg, model, 3, spent * cost)
+        assert cfg.max_steps == steps
+    whole = runs.run("gpt", tmp_path / "whole", data_dir, "max_flops=1e8").cfg.max_steps
+    half = runs.run("gpt", tmp_path, data_dir, "max_flops=1e8", stop_after=2)
+    assert half.cfg.max_steps == whole > 6
+    more = train.setup(runs.arguments("gpt", tmp_path, data_dir, "max_flops=1e8", "batch_size=4", "resume=true"))
+    assert more.cfg.max_steps == 2 + (whole - 2) // 2
+    os.close(checkpoint.LOCKS.pop(more.folder.absolute()))
     assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6
 
 
@@ -365,6 +375,58 @@ def test_other_data_on_resume(tmp_path, capsys):
             runs.run("gpt", tmp_path, tmp_path, *keys, "max_steps=2")
         assert (train.setup(argv).best_ce == math.inf) == forgotten
         assert ("the best loss is forgotten" in capsys.readouterr().out) == forgotten
+
+
+@pytest.mark.parametrize("changed, forgotten", [
+    (["eval_batches=1"], "eval_batches"), (["batch_size=1"], "batch_size"), (["block_size=8"], "block_size"),
+    (["dtype=bfloat16"], "dtype"), (["eval_batches=0", "batch_size=1"], "eval_batches"), (["learning_rate=1", "eval_interval=3"], "")])
+def test_a_best_loss_of_another_measure(changed, forgotten, tmp_path, data_dir, capsys):
+    """It is forgotten, which is told: losses of more or other text, or of other numbers, do not compare."""
+    runs.run("gpt", tmp_path, data_dir, "max_steps=2")
+    resumed = train.setup(runs.arguments("gpt", tmp_path, data_dir, "resume=true", *changed))
+    os.close(checkpoint.LOCKS.pop(resumed.folder.absolute()))
+    assert (resumed.best_ce == math.inf) == bool(forgotten)
+    assert (f"with another {forgotten}" in capsys.readouterr().out) == bool(forgotten)
+
+
+def test_a_teacher_that_has_changed(tmp_path, data_dir, capsys):
+    """A resumed run refuses other weights in the teacher's place, unless the command line names the teacher again. No run
+    is its own teacher."""
+    teacher = runs.run("gpt", tmp_path, data_dir, "run=teacher", "max_steps=1")
+    taught = ["run=student", f"teacher={teacher.folder}"]
+    whole = runs.run("gpt", tmp_path / "whole", data_dir, *taught)
+    runs.run("gpt", tmp_path, data_dir, *taught, stop_after=2)
+    on = [*runs.SMALL, f"out_dir={tmp_path}", "run=student", "resume=true"]
+    os.rename(teacher.folder / "best.pt", teacher.folder / "old.pt")
+    runs.run("gpt", tmp_path, data_dir, "run=teacher", "overwrite=true", "max_steps=2")
+    with pytest.raises(UserError, match="is not the teacher that the run began with: its weights are others"):
+        train.setup(on)
+    os.replace(teacher.folder / "old.pt", teacher.folder / "ckpt.pt")
+    resumed = train.setup(on)
+    assert train.train(resumed) and runs.learned(resumed) == runs.learned(whole)
+    assert "is not the one that the run began with" not in capsys.readouterr().out
+    train.setup([*on, f"teacher={tmp_path / 'whole' / 'student'}"])
+    assert "is not the one that the run began with" in capsys.readouterr().out
+    for path in resumed.folder, resumed.folder / "best.pt":
+        with pytest.raises(UserError, match="is in the folder of the run itself"):
+            runs.run("gpt", tmp_path, data_dir, "run=student", "overwrite=true", f"init_from={path}", f"teacher={path}")
+
+
+def test_one_command_starts_and_goes_on(tmp_path, data_dir):
+    """resume=auto, as a scheduler that starts a job again needs it."""
+    whole = runs.run("gpt", tmp_path / "whole", data_dir)
+    assert runs.run("gpt", tmp_path, data_dir, "resume=auto", stop_after=2).step == 2
+    assert runs.learned(runs.run("gpt", tmp_path, data_dir, "resume=auto")) == runs.learned(whole)
+
+
+def test_a_terminal_that_closes(monkeypatch):
+    """SIGHUP asks for a stop, as SIGTERM does, but not below nohup."""
+    for ignored in False, True:
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        with train.stop_request() as asked:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert bool(asked) != ignored
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("name, more", [
