@@ -85,7 +85,9 @@ class Run:
 
 
 def setup(argv):
-    """Arguments -> a Run. All is checked before anything but a data set is written."""
+    """Arguments -> a Run. All is checked before anything but a data set is written. One process
+    prepares the data set that it needs; several would wait for it longer than they may, so that
+    they are refused with the command that makes it."""
     given = split_args(argv)[1]
     cfg, model_fields, ckpt = read_config(given)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
@@ -93,10 +95,10 @@ def setup(argv):
     procs = Processes(cfg)
     check_graph(cfg, procs)
     local = cfg.dataset == "python" or cfg.dataset.startswith("file:")
-    if procs.master and local and not data_folder(cfg).exists():
+    if procs.world == 1 and local and not data_folder(cfg).exists():
         prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
-    procs.join()                                # the others wait for the data
-    batches = open_batches(cfg, model_fields["block_size"])
+    procs.join()
+    batches = procs.each(open_batches, cfg, model_fields["block_size"])
     data = batches.train
     if not is_task(cfg.dataset):
         tell_changes(data.folder, data.meta)
@@ -123,9 +125,8 @@ def setup(argv):
     if procs.sum(run.step)[0] != procs.world * run.step:
         raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
                         f"the same on every node")
-    if procs.master and not cfg.eval_only:
-        claim_folder(run)
-        run.log = Log(run)
+    if not cfg.eval_only:
+        procs.each(claim_folder, run)
     if procs.master:
         describe(run)
     return run
@@ -174,9 +175,12 @@ def prepare_forward(cfg, model, procs):
 
 
 def claim_folder(run):
-    """Make the run's folder. From here to its end no other run can have it. What was written
-    halfway by a run that was killed goes; the files of an older run stay until the first save."""
+    """Make the run's folder and its log. From here to its end no other run can have it. What was
+    written halfway by a run that was killed goes; the files of an older run stay until the first
+    save."""
     cfg, folder = run.cfg, run.folder
+    if not run.procs.master:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     check_new(cfg)                              # again: another run may have ended meanwhile
@@ -187,6 +191,7 @@ def claim_folder(run):
         (folder / NEW_LOG).unlink(missing_ok=True)
     elif not is_replacing(folder) and (folder / "pending.pt").exists():
         os.replace(folder / "pending.pt", folder / "ckpt.pt")   # the older run's last state
+    run.log = Log(run)
 
 
 def describe(run):
@@ -303,6 +308,10 @@ def save_and_evaluate(run):
 def save(run, name):
     """Save the state. UserError if a weight is not finite: the last good checkpoint stays."""
     saved = state(run)                          # of sharded weights: all processes take part
+    run.procs.each(write_state, run, name, saved)
+
+
+def write_state(run, name, saved):
     if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):
         raise UserError(f"a weight is not finite at step {run.step}: stopped, {KEPT}")
     if run.procs.master:
@@ -621,11 +630,15 @@ def main(argv):
             raise UserError(f"val_ce is {result['val_ce']}: the weights are broken")
         if run.procs.master:
             print(in_words(result))
+        run.procs.meet()
     else:
         done = train(run)
         with gathered(run.model):
+            run.procs.meet()
             if run.procs.master:
                 finish(run, done)
+            else:
+                run.procs.leave()
     run.procs.leave()
 
 

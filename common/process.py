@@ -293,16 +293,33 @@ class Processes:
             dist.all_reduce(total)
         return total.tolist()
 
-    def leave(self):
-        """Disconnect after success, and end the process. Not called after an error: the other
-        processes may never arrive here, and torchrun ends them."""
+    def each(self, function, *given):
+        """Return function(*given), which every process computes at the same time. The first one
+        with an error tells it, and the others end without a word."""
+        result, error = None, None
+        try:
+            result = function(*given)
+        except (UserError, OSError, MemoryError) as e:
+            error = e
+        failed = self.sum(*(float(error is not None and r == self.rank) for r in range(self.world)))
+        if any(failed):
+            if self.rank == failed.index(1.0):
+                raise error
+            sys.exit(2)
+        return result
+
+    def meet(self):
+        """Wait until every process is here."""
         if self.world > 1:
             dist.barrier()
-            dist.destroy_process_group()
+
+    def leave(self):
+        """End a process of several after success. It waits for no other one: the first process may
+        write a sample for longer than a collective may take. (Call `meet` before.)"""
+        if self.world > 1:
             # DDP and DTensor's caches keep the group, and gloo's threads with it: now and then,
             # Python's shutdown aborts on them (exit status -6). All is written, so leave without
-            if sys.stdout:
-                sys.stdout.flush()
+            sys.stdout.flush()
             os._exit(0)
 
 

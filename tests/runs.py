@@ -2,12 +2,13 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from unittest import mock
 
 import torch
 
-from common import checkpoint
+from common import checkpoint, keys
 from common.keys import unlock
 import train
 
@@ -78,6 +79,19 @@ def main_in_child(argv, die_at=None):
             return result
         setattr(place, name, deadly)
     train.main(argv)
+
+
+def rank_in_child(rank, port, folder, argv, change=None):
+    """train.py as one of two processes, as torchrun starts it. What it prints goes to folder/RANK.txt; change() is called
+    before."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.dup2(os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
+    if change:
+        change()
+    sys.argv = ["train.py", *argv]
+    keys.run_cli(train.main)
 
 
 def kill_after(saves, process, file, rng):

@@ -6,6 +6,7 @@ import os
 import random
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -460,6 +461,65 @@ def poisoned(run):
 train.forward_backward = poisoned
 train.run_cli(train.main)
 """
+
+
+def no_space():
+    def broken(path, saved):
+        raise UserError(f"could not save {path}")
+    train.save_checkpoint = broken
+
+
+def infinite_weight():
+    def broken(run, state=train.state):
+        saved = state(run)
+        saved["weights"]["wte.weight"] = torch.full((2,), math.inf)
+        return saved
+    train.state = broken
+
+
+def long_sample():
+    def slow(run, done):
+        while not (run.folder / "go_on").exists():
+            time.sleep(0.01)
+    train.finish = slow
+
+
+def two_ranks(folder, data_dir, change, *more, meanwhile=lambda second: None):
+    """The exit codes of two processes, of which the first is changed, and what each prints."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    argv = [*runs.arguments("gpt", folder, data_dir, "gradient_accumulation_steps=2", "eval_interval=2"), *more]
+    ranks = [runs.context().Process(target=runs.rank_in_child, args=(rank, port, folder, argv, [change, None][rank]))
+             for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    ranks[1].join(30)
+    meanwhile(ranks[1])
+    ranks[0].join(60)
+    return [process.exitcode for process in ranks], [(folder / f"{rank}.txt").read_text() for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("change, more, told", [
+    (no_space, [], "could not save"), (infinite_weight, ["fsdp=true"], "a weight is not finite at step 2"),
+    (None, ["run=locked"], "is in use: another run of this name goes on"),
+    (None, ["dataset=file:/dev/null/words.txt"], "make it with python prepare.py")], ids=lambda x: getattr(x, "__name__", None))
+def test_one_process_tells_an_error(change, more, told, tmp_path, data_dir):
+    """It prints one line, and the other one ends quietly. Data that are not prepared are not waited for."""
+    (tmp_path / "locked").mkdir()
+    checkpoint.lock(tmp_path / "locked")
+    codes, (first, other) = two_ranks(tmp_path, data_dir, change, *more)
+    os.close(checkpoint.LOCKS.pop(tmp_path / "locked"))
+    assert codes == [2, 2] and first.count("error: ") == 1 and told in first.splitlines()[-1], first + other
+    assert "error" not in other and "Traceback" not in first + other, other
+
+
+def test_nobody_waits_for_the_sample(tmp_path, data_dir):
+    """The second process has ended while the first one still writes."""
+    def second_has_ended(second):
+        (tmp_path / "r" / "go_on").touch()
+        assert second.exitcode == 0
+    assert two_ranks(tmp_path, data_dir, long_sample, meanwhile=second_has_ended)[0] == [0, 0]
 
 
 def test_every_process_stops_at_a_nan_in_one(tmp_path, data_dir):
