@@ -147,9 +147,9 @@ def check_teacher(run, ckpt, given):
     if was == run.taught_by or run.cfg.eval_only:
         return
     if not given:
-        raise UserError(f"teacher={run.cfg.teacher} is not the teacher that the run began with: its "
-                        f"weights are others now. With teacher={run.cfg.teacher} on the command "
-                        f"line, the run goes on with these")
+        raise UserError(f"teacher={run.cfg.teacher} is not the teacher that the run began with: "
+                        f"its weights are others now. With teacher={run.cfg.teacher} on the "
+                        f"command line, the run goes on with these")
     note("the teacher is not the one that the run began with")
 
 

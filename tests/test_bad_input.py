@@ -221,7 +221,7 @@ def test_a_compiler_that_is_missing(world, capfd, monkeypatch):
     for run in ["run=fresh"], ["run=r", "overwrite=true"]:
         told = refusal(train.main, [*T, *run, "compile=true"], monkeypatch, capfd)
         assert told.startswith("error: the compiler failed: RuntimeError: No working C++ compiler found (compile=false")
-        checkpoint.LOCKS.clear()
+        keys.LOCKS.clear()
     assert snapshot(world) == before
 
 

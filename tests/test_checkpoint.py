@@ -10,7 +10,7 @@ import zipfile
 import pytest
 import torch
 
-from common import checkpoint
+from common import checkpoint, keys
 import runs
 import train
 from conftest import python
@@ -164,7 +164,7 @@ def test_an_older_run_stays_until_it_is_replaced(tmp_path, data_dir, monkeypatch
             for name, value in patches.items():
                 patch.setattr(train, name, value)
             runs.run("gpt", tmp_path, data_dir, *more, *options)
-        os.close(checkpoint.LOCKS.pop(old.folder.absolute()))
+        keys.unlock(old.folder)
         assert contents(old.folder) == before
 
     def broken(*given):

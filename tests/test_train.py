@@ -255,7 +255,7 @@ def test_a_budget_of_operations(tmp_path, data_dir):
     assert half.cfg.max_steps == whole > 6
     more = train.setup(runs.arguments("gpt", tmp_path, data_dir, "max_flops=1e8", "batch_size=4", "resume=true"))
     assert more.cfg.max_steps == 2 + (whole - 2) // 2
-    os.close(checkpoint.LOCKS.pop(more.folder.absolute()))
+    keys.unlock(more.folder)
     assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6
 
 
@@ -385,7 +385,7 @@ def test_a_best_loss_of_another_measure(changed, forgotten, tmp_path, data_dir, 
     """It is forgotten, which is told: losses of more or other text, or of other numbers, do not compare."""
     runs.run("gpt", tmp_path, data_dir, "max_steps=2")
     resumed = train.setup(runs.arguments("gpt", tmp_path, data_dir, "resume=true", *changed))
-    os.close(checkpoint.LOCKS.pop(resumed.folder.absolute()))
+    keys.unlock(resumed.folder)
     assert (resumed.best_ce == math.inf) == bool(forgotten)
     assert (f"with another {forgotten}" in capsys.readouterr().out) == bool(forgotten)
 
@@ -492,12 +492,12 @@ def two_ranks(folder, data_dir, change, *more, meanwhile=lambda second: None):
     argv = [*runs.arguments("gpt", folder, data_dir, "gradient_accumulation_steps=2", "eval_interval=2"), *more]
     ranks = [runs.context().Process(target=runs.rank_in_child, args=(rank, port, folder, argv, [change, None][rank]))
              for rank in (0, 1)]
-    for process in ranks:
-        process.start()
+    for started in ranks:
+        started.start()
     ranks[1].join(30)
     meanwhile(ranks[1])
     ranks[0].join(60)
-    return [process.exitcode for process in ranks], [(folder / f"{rank}.txt").read_text() for rank in (0, 1)]
+    return [ended.exitcode for ended in ranks], [(folder / f"{rank}.txt").read_text() for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("change, more, told", [
@@ -507,9 +507,9 @@ def two_ranks(folder, data_dir, change, *more, meanwhile=lambda second: None):
 def test_one_process_tells_an_error(change, more, told, tmp_path, data_dir):
     """It prints one line, and the other one ends quietly. Data that are not prepared are not waited for."""
     (tmp_path / "locked").mkdir()
-    checkpoint.lock(tmp_path / "locked")
+    keys.lock(tmp_path / "locked")
     codes, (first, other) = two_ranks(tmp_path, data_dir, change, *more)
-    os.close(checkpoint.LOCKS.pop(tmp_path / "locked"))
+    keys.unlock(tmp_path / "locked")
     assert codes == [2, 2] and first.count("error: ") == 1 and told in first.splitlines()[-1], first + other
     assert "error" not in other and "Traceback" not in first + other, other
 
