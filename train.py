@@ -6,7 +6,8 @@ The trainer of every model: one process on a CPU or GPU, or many through torchru
     python train.py run=long max_steps=9000 resume=true     go on from out/long/ckpt.pt; with
                                                         resume=auto, start if there is none
     torchrun --nproc_per_node=8 train.py gradient_accumulation_steps=8      data parallel, on any
-                                                        number of nodes; fsdp=true shards
+                                                        number of nodes, of data that prepare.py
+                                                        has made; fsdp=true shards
     python train.py help model=rt                       every option, those of model=rt too
 
 Keys are those of TrainConfig (common/process.py, where file, checkpoint and command line are
@@ -106,6 +107,8 @@ def setup(argv):
         check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
     fit_to_data(cfg, given, batches)
     model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(procs.device)
+    if cfg.sample_tokens and not cfg.eval_only and not is_task(cfg.dataset):
+        procs.each(model.init_cache, 1, 1)      # a model without a cache says so before it trains
     set_budget(cfg, model, *((ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()))
     if cfg.fsdp:
         shard(model, blocks_of(model), procs.device, procs.world)
@@ -147,9 +150,10 @@ def check_teacher(run, ckpt, given):
     if was == run.taught_by or run.cfg.eval_only:
         return
     if not given:
-        raise UserError(f"teacher={run.cfg.teacher} is not the teacher that the run began with: "
-                        f"its weights are others now. With teacher={run.cfg.teacher} on the "
-                        f"command line, the run goes on with these")
+        path = run.cfg.teacher
+        raise UserError(f"teacher={path} is not the teacher that the run began with: its weights "
+                        f"are others now. With teacher={path} on the command line, the run goes on "
+                        f"with these")
     note("the teacher is not the one that the run began with")
 
 
@@ -372,14 +376,21 @@ def restore(run, ckpt):
         load_optimizers(run.optimizers, ckpt["optimizers"], run.step, run.cfg)
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as e:
         raise UserError(f"resume: the checkpoint does not fit: {first_line(e)}") from e
+    if run.step >= run.cfg.max_steps:
+        note(f"nothing is left to train: the checkpoint is of step {run.step}, and "
+             f"max_steps={run.cfg.max_steps}")
 
 
 # ---- log.jsonl, one object a line ----
 
+SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
+
+
 class Log:
-    """log.jsonl and the progress bar; on the first process only. A resumed run drops the lines
-    after its checkpoint, which a killed run may have written. On known GPUs the lines have mfu
-    (model FLOPs utilization), the fraction of their peak that flops_per_token reaches."""
+    """log.jsonl and the progress bar, or lines on stderr in its place; on the first process only.
+    A resumed run drops the lines after its checkpoint, which a killed run may have written. On
+    known GPUs the lines have mfu (model FLOPs utilization), the fraction of their peak that
+    flops_per_token reaches."""
 
     def __init__(self, run):
         self.run = run
@@ -391,6 +402,8 @@ class Log:
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
                         dynamic_ncols=True, file=sys.stderr)
         self.lap = time.perf_counter(), run.tokens
+        self.told = time.perf_counter(), run.tokens, run.step
+        self.torn = ""          # what ends a line that could not be written
         self.peak = peak_flops(run.cfg, run.procs)
 
     @property
@@ -400,6 +413,7 @@ class Log:
     def step(self, logged, write):
         """One training step is done; a line about it if `write`."""
         self.bar.update()
+        self.sign_of_life(logged["ce"])
         if not write:
             return
         start, tokens = self.lap
@@ -412,6 +426,16 @@ class Log:
         self.write(values)
         self.bar.set_postfix_str(f"ce {logged['ce']:.3f}, {rate / 1000:.1f}k tokens/s")
 
+    def sign_of_life(self, ce):
+        """Where there is no progress bar, a line now and then."""
+        run, now, (start, tokens, step) = self.run, time.perf_counter(), self.told
+        if self.bar.disable and now - start >= SIGN_OF_LIFE:
+            left = (run.cfg.max_steps - run.step) * (now - start) / (run.step - step)
+            say(f"step {run.step:,} of {run.cfg.max_steps:,}: ce {ce:.3f}, "
+                f"{(run.tokens - tokens) / (now - start) / 1000:.1f}k tokens/s, "
+                f"{tqdm.format_interval(left)} left", sys.stderr)
+            self.told = now, run.tokens, run.step
+
     def evaluation(self, result, best):
         self.write(result)
         with self.bar.external_write_mode(file=sys.stdout):
@@ -420,8 +444,14 @@ class Log:
     def write(self, values):
         row = {"step": self.run.step, "tokens": self.run.tokens, "flops": self.run.flops,
                "seconds": round(time.perf_counter() - self.start, 3), **values}
-        with open(self.path, "a") as f:
-            f.write(json.dumps(row) + "\n")
+        try:
+            with open(self.path, "a") as f:
+                f.write(f"{self.torn}{json.dumps(row)}\n")
+            self.torn = ""
+        except OSError as e:    # a full disk, say: it may have room again when the run is saved
+            if not self.torn:
+                note(f"{self.path} cannot be written ({e.strerror}); the run goes on")
+            self.torn = "\n"
         self.lap = time.perf_counter(), self.run.tokens     # evaluations are not training time
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common.keys import (UserError, first_line, known, model_module, names, open_file,
+from common.keys import (UserError, first_line, known, model_module, names, naming, open_file,
                          run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
@@ -70,7 +70,7 @@ def load_checkpoint(path):
     unpickler runs no code. What model_config has and the model has not is dropped, with a line."""
     path = newest(Path(path)) if Path(path).is_dir() else Path(path)
     try:
-        with open_file(path) as f, warnings.catch_warnings(action="ignore"):
+        with naming(path), open_file(path) as f, warnings.catch_warnings(action="ignore"):
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 if hashlib.sha256(memoryview(content)[:-32]).digest() != content[-32:]:
                     raise ValueError("checksum")

@@ -17,7 +17,7 @@ import re
 import shlex
 import sys
 import typing
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields, is_dataclass
 from pathlib import Path
 
 import yaml
@@ -28,6 +28,7 @@ except ImportError:     # on Windows, two processes in one folder are not told a
     fcntl = None
 
 HERE = Path(__file__).resolve().parent.parent      # the project's root
+EXPERIMENTS = str(HERE / "lab" / "experiments")    # controls of RESULTS.md are model files there
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 
@@ -287,12 +288,22 @@ def load_yaml(file):
 
 
 def model_module(name):
-    """The module model_<name>.py; UserError with the names there are."""
+    """The module model_<name>.py, of the project's root, of lab/experiments or of PYTHONPATH.
+    UserError with the names there are, or with what a model file needs."""
     name = typed_value("model", name, str)
+    if EXPERIMENTS not in sys.path:
+        sys.path.append(EXPERIMENTS)
     if not name.isidentifier() or importlib.util.find_spec(f"model_{name}") is None:
-        names = sorted(p.stem.removeprefix("model_") for p in HERE.glob("model_*.py"))
-        raise UserError(f"model={name} is unknown: {', '.join(names)}")
-    return importlib.import_module(f"model_{name}")
+        found = sorted(p.stem.removeprefix("model_") for p in HERE.glob("model_*.py"))
+        raise UserError(f"model={name} is unknown: {', '.join(found)}")
+    module = importlib.import_module(f"model_{name}")
+    config, needs = getattr(module, "Config", None), {"block_size", "vocab_size"}
+    if not (isinstance(config, type) and is_dataclass(config) and needs <= {*names(config)}
+            and all(f.default is not MISSING for f in fields(config))
+            and isinstance(getattr(module, "Model", None), type)):
+        raise UserError(f"{module.__file__} is not a model file: it needs a dataclass Config with "
+                        f"block_size, vocab_size and a default for each field, and a class Model")
+    return module
 
 
 # ---- files and names ----
@@ -349,12 +360,22 @@ def open_file(path):
     return open(path, "rb")
 
 
+@contextlib.contextmanager
+def naming(path):
+    """Inside, an OSError names the file; that of a full disk does not by itself."""
+    try:
+        yield
+    except OSError as e:
+        raise OSError(e.errno, e.strerror or first_line(e), e.filename or str(path)) from e
+
+
 def replace_file(path, content):
     """Write bytes as a file in one move: if the disk is full, what was there stays."""
     temporary = Path(f"{path}.tmp")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        with naming(path):
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -32,7 +32,7 @@ class TrainConfig(Keys):
     resume: str = choice("false", "true", "auto")  # go on from ckpt.pt; auto: if there is one
     overwrite: bool = False  # let a new run replace this one
     eval_only: bool = False  # only evaluate ckpt.pt, or init_from
-    model: str = "gpt"  # which model_<name>.py
+    model: str = "gpt"  # which model_<name>.py, here or in lab/experiments
     config: str = ""  # YAML file of keys (default: configs/<model>_tiny.yaml)
     # data
     dataset: str = "python"  # as for prepare.py; or task:NAME
@@ -113,6 +113,10 @@ def read_config(given):
         base = {**config_file({"model": ckpt["model"], **given}), "model": ckpt["model"],
                 **ckpt["model_config"], "fast": True, **free}
     cfg, model_fields = run_config(given, base)
+    if start.resume != "true" and not start.eval_only and not Path(cfg.config).exists():
+        note(f"there is no {cfg.config}: this is dataset={cfg.dataset} tokenizer={cfg.tokenizer} "
+             f"optimizer={cfg.optimizer} max_steps={cfg.max_steps}, and what else is not given "
+             f"has its default (train.py help)")
     for key, old in ckpt["model_config"].items() if ckpt else ():
         if model_fields[key] != old and key not in free_fields(ckpt):
             raise UserError(f"{key}={model_fields[key]}, but the checkpoint's model has "

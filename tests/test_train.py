@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -420,6 +422,85 @@ def test_one_command_starts_and_goes_on(tmp_path, data_dir):
     assert runs.learned(runs.run("gpt", tmp_path, data_dir, "resume=auto")) == runs.learned(whole)
 
 
+def test_a_log_that_cannot_be_written(tmp_path, data_dir, monkeypatch, capsys):
+    """It is told, and the training goes on: the lines after it are whole."""
+    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "max_steps=4"))
+    step = train.train_step
+
+    def full_at_2(run, stop):
+        values = step(run, stop)
+        monkeypatch.setattr(train, "open", full if run.step in (2, 3) else open, raising=False)
+        return values
+
+    class full:
+        def __init__(self, path, mode):
+            self.path = path
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def write(self, line):
+            with open(self.path, "a") as f:
+                f.write(line[:9])
+            raise OSError(28, "No space left on device")
+    monkeypatch.setattr(train, "train_step", full_at_2)
+    assert train.train(trainer)
+    rows = checkpoint.read_log(trainer.folder / "log.jsonl")
+    assert [row["step"] for row in rows if "ce" in row] == [1, 4] and "val_ce" in rows[-1]
+    told = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]
+    assert told == [f"note: {trainer.folder}/log.jsonl cannot be written (No space left on device); the run goes on"]
+
+
+def test_a_full_disk_has_a_name(tmp_path, monkeypatch):
+    """The error of a write has none by itself."""
+    def write(path, content):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(OSError) as error:
+        keys.replace_file(tmp_path / "log.jsonl", b"text")
+    assert keys.in_one_line(error.value) == f"{tmp_path}/log.jsonl: No space left on device"
+
+
+def test_signs_of_life(tmp_path, data_dir, monkeypatch, capsys):
+    """Where stderr is no terminal, every half minute: by a clock that moves by 20 seconds a step."""
+    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir))
+    now, step = [trainer.log.told[0]], train.train_step
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train, "train_step", lambda *given: (now.__setitem__(0, now[0] + 20), step(*given))[1])
+    train.train(trainer)
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub("ce [0-9.]+", "ce x", line) for line in lines] == [
+        f"step {n} of 6: ce x, 0.0k tokens/s, {left} left" for n, left in ((2, "01:20"), (4, "00:40"), (6, "00:00"))]
+
+
+def test_what_is_told_before_a_run(tmp_path, data_dir, capsys, monkeypatch):
+    """A model of lab/experiments is found, and one without a cache says so before it trains; what stands in the place of a
+    config file that is not there; that nothing is left to train."""
+    with pytest.raises(UserError, match="this model has no cache to decode with: .*sample_tokens=0"):
+        train.setup(runs.arguments("smear", tmp_path, data_dir, "sample_tokens=1"))
+    assert not (tmp_path / "r").exists()
+    runs.run("smear", tmp_path, data_dir, "max_steps=1")
+    told = capsys.readouterr().out
+    assert "there is no " in told and "smear_tiny.yaml: this is dataset=words tokenizer=byte optimizer=adamw max_steps=1" in told
+    resumed = train.setup(runs.arguments("smear", tmp_path, data_dir, "resume=true", "max_steps=1"))
+    told = capsys.readouterr().out
+    assert "there is no " not in told
+    assert "nothing is left to train: the checkpoint is of step 1, and max_steps=1" in told and resumed.step == 1
+
+
+@pytest.mark.parametrize("text", ["", "class Config: pass", "from model_gpt import Config", "Config = 5\nfrom model_gpt import Model",
+                                  "from model_gpt import Model, dataclass\n@dataclass\nclass Config:\n    block_size: int = 1"])
+def test_a_file_that_is_no_model(text, tmp_path, monkeypatch):
+    (tmp_path / "model_broken.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "model_broken", raising=False)
+    with pytest.raises(UserError, match="model_broken.py is not a model file: it needs a dataclass Config with block_size"):
+        read_config({"model": "broken"})
+
+
 def test_a_terminal_that_closes(monkeypatch):
     """SIGHUP asks for a stop, as SIGTERM does, but not below nohup."""
     for ignored in False, True:
@@ -492,12 +573,12 @@ def two_ranks(folder, data_dir, change, *more, meanwhile=lambda second: None):
     argv = [*runs.arguments("gpt", folder, data_dir, "gradient_accumulation_steps=2", "eval_interval=2"), *more]
     ranks = [runs.context().Process(target=runs.rank_in_child, args=(rank, port, folder, argv, [change, None][rank]))
              for rank in (0, 1)]
-    for started in ranks:
-        started.start()
+    for child in ranks:
+        child.start()
     ranks[1].join(30)
     meanwhile(ranks[1])
     ranks[0].join(60)
-    return [ended.exitcode for ended in ranks], [(folder / f"{rank}.txt").read_text() for rank in (0, 1)]
+    return [child.exitcode for child in ranks], [(folder / f"{rank}.txt").read_text() for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("change, more, told", [
