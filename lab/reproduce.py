@@ -4,13 +4,18 @@ Every table and picture of RESULTS.md, again: runs what is missing, then writes 
     python -m lab.reproduce                     the experiments, what is done, the time for the rest
     python -m lab.reproduce quick               a tier: quick (8 minutes of two cores), cpu, gpu
     python -m lab.reproduce rt_norm lrt_s3      experiments by name
+    python -m lab.reproduce rt_norm again       also the runs whose text or model has changed since
     python -m lab.reproduce write               no runs: only tables and pictures (of all, or some)
 
 The runs of experiments/NAME.yaml are out/NAME-*. results/NAME.jsonl has a line for each command
 that is done: it is not run again (a run is, if its config file has other values today). So a
-reproduction that was stopped goes on where it was. To repeat one, delete its line and its folder.
+reproduction that was stopped goes on where it was. A line has the fingerprints of the text and of
+the model's files; where they are others today, this is told. To repeat a run, delete its line and
+its folder.
 """
+import ast
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -22,26 +27,26 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median, stdev
 
 import torch
 
-from common.checkpoint import load_checkpoint, newest, read_log
+from common.checkpoint import load_checkpoint, read_log
+from common.data import data_folder
 from common.keys import (HERE, UserError, asks_help, check_known, first_line, load_yaml, lock,
-                         model_module, replace_file, run_cli, split_args)
+                         model_module, note, read_json, replace_file, run_cli, split_args,
+                         typed_config)
 from common.process import TrainConfig
 from lab.plot import draw
 
 LAB, OUT = HERE / "lab", HERE / "out"
-MODELS = str(LAB / "experiments")       # a control may be a model file there, model_NAME.py
 TIERS = "quick", "cpu", "gpu"
 JOBS = 2                        # runs at the same time, each on one thread (gpu: one run)
 BENCH_MINUTES = 5               # a call of bench.py, about
 CURVE_POINTS = 60               # of a run's log that its result keeps, about
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
-
-sys.path.append(MODELS)
 
 
 @dataclass(eq=False)
@@ -139,6 +144,51 @@ def file_keys(run):
                                if key not in given and value != default.get(key)}}
 
 
+def changed(run):
+    """Return which of "text" and "model" are others than when the run was made, as far as its line
+    of the results tells."""
+    made, now = run.result or {}, made_from(run)
+    return [what for what in now if now[what] and made.get(what, now[what]) != now[what]]
+
+
+def made_from(run):
+    """Return the fingerprints of the text, as a checkpoint has it, and of the model's files. That
+    of the text is None where it is not prepared, or where a task makes it."""
+    values = {"model": "gpt", **file_keys(run), **run.keys}
+    where = {"dataset", "tokenizer", "data_dir"} & values.keys()
+    cfg = typed_config(TrainConfig, {key: values[key] for key in where})
+    meta = data_folder(cfg) / "meta.json"
+    splits = read_json(meta)["splits"] if meta.exists() else {}
+    text = " ".join(splits[split]["sha256"] for split in ("train", "val") if split in splits)
+    return {"text": text or None, "model": code_of(f"model_{values['model']}")}
+
+
+@cache
+def code_of(module):
+    """Return a fingerprint of the code of a model's module and of those of ours that it imports,
+    without common and lab. Comments and docstrings do not count."""
+    todo, trees = [module], {}
+    while todo:
+        name = todo.pop()
+        spec = importlib.util.find_spec(name)
+        file = Path(spec.origin) if spec and spec.has_location else Path("/")
+        ours = HERE in file.parents and "site-packages" not in file.parts
+        if name in trees or not ours or name.split(".")[0] in ("common", "lab"):
+            continue
+        trees[name] = tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if hasattr(node, "body") and isinstance(node.body, list):
+                first = node.body[0] if node.body else None
+                if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                    node.body = node.body[1:]
+            elif isinstance(node, ast.Import):
+                todo += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                todo.append(node.module)
+    code = "".join(name + ast.dump(trees[name]) for name in sorted(trees))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
 def missing(runs):
     """The runs without a result, and those that they start from whose folders are gone."""
     wanted = set()
@@ -152,10 +202,8 @@ def missing(runs):
 
 def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
     """Start one of our programs."""
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), MODELS]))
-    environment = {**os.environ, "PYTHONPATH": path, **environment}
     return subprocess.Popen([sys.executable, *command], text=True, cwd=HERE, stdout=stdout,
-                            stderr=stderr, env=environment)
+                            stderr=stderr, env={**os.environ, **environment})
 
 
 def start(run):
@@ -169,9 +217,8 @@ def start(run):
         if run.start:
             os.link(HERE / run.start, run.folder / "ckpt.pt")
         made_of.write_text(keys)
-    how = "resume" if newest(run.folder).exists() else "overwrite"
     with open(f"{run.folder}.txt", "w") as out:
-        return python("train.py", *run.arguments, f"run={run.name}", f"{how}=true", stdout=out,
+        return python("train.py", *run.arguments, f"run={run.name}", "resume=auto", stdout=out,
                       OMP_NUM_THREADS="1")
 
 
@@ -182,11 +229,14 @@ def train_all(runs, jobs):
     def train(run):
         # what it needs stands before it, so has begun
         good = all([tasks[other].result() for other in run.needs if other in tasks])
+        told = f"FAILED, see {run.folder}.txt"
         if good:
             processes.append(process := start(run))
-            good = process.wait() == 0 and record(run)
-        print(f"{run.experiment.name}: {run.label}, seed {run.seed}: "
-              + ("done" if good else f"FAILED, see {run.folder}.txt"), flush=True)
+            status = process.wait()
+            stopped = status == -signal.SIGTERM or status == 0 and not finished(run)
+            good = status == 0 and not stopped and record(run)
+            told = "done" if good else "stopped; the same command goes on" if stopped else told
+        print(f"{run.experiment.name}: {run.label}, seed {run.seed}: {told}", flush=True)
         return good
     with ThreadPoolExecutor(jobs) as pool:
         try:
@@ -199,15 +249,18 @@ def train_all(runs, jobs):
                 process.terminate()
 
 
+def finished(run):
+    """Return whether a run is at its last step. One that a signal stopped is resumed next time."""
+    ckpt = load_checkpoint(run.folder / "ckpt.pt")
+    return ckpt["step"] >= ckpt["config"]["max_steps"]
+
+
 def record(run):
-    """Evaluate a run that has been trained and write its line. False if the run was stopped, or
-    if an evaluation fails."""
+    """Evaluate a run that has been trained and write its line. False if an evaluation fails."""
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
-    if ckpt["step"] < ckpt["config"]["max_steps"]:      # stopped by a signal: resumed next time
-        return False
     sizes = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}     # tied ones count once
     steps = [row for row in log if "lr" in row]         # the others are evaluations
-    result = {"command": run.command, **made_by(), "keys": file_keys(run),
+    result = {"command": run.command, **made_by(), **made_from(run), "keys": file_keys(run),
               "parameters": sum(sizes.values()),
               "tokens_per_second": median(row["tokens_per_second"] for row in steps),
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
@@ -396,19 +449,34 @@ def show(experiment, runs):
     print(f"{experiment.tier:5} {experiment.name:17} {len(runs) - len(rest):3} of {len(runs):3} "
           f"runs done, {duration(minutes):>10} of a core left"
           + f", {left} of {len(calls)} benchmarks left" * bool(left) + f": {experiment.title}")
+    others = {run: changed(run) for run in runs}
+    if count := sum(map(bool, others.values())):
+        what = " and ".join(sorted(set(sum(others.values(), []))))
+        note(f"{count} of these runs were made with another {what}; "
+             f"python -m lab.reproduce {experiment.name} again repeats them")
+
+
+def forget(runs):
+    """Let the runs begin again whose text or model has changed, and those that start from them."""
+    for run in runs:
+        if changed(run) or any(other.result is None for other in run.needs):
+            run.result = None
+            shutil.rmtree(run.folder, ignore_errors=True)
 
 
 def main(argv):
     if asks_help(argv):
         return print(__doc__ or f"NAME one of: {', '.join(load_experiments())}")    # python -OO
     experiments, names, failed = load_experiments(), {*argv}, []
-    check_known(argv, [*experiments, *TIERS, "write"])
+    check_known(argv, [*experiments, *TIERS, "write", "again"])
+    if "again" in names and names <= {"write", "again"}:
+        raise UserError("again needs the names of experiments, or a tier")
     plans = {e: plan(e) for e in experiments.values()
              if names <= {"write"} or {e.name, e.tier} & names}
     if "write" not in names:
         for e, runs in plans.items():
             show(e, runs)
-        failed = reproduce(plans) if names else []
+        failed = reproduce(plans, "again" in names) if names else []
     if names:
         for e, runs in plans.items():
             write(e, runs)
@@ -416,10 +484,13 @@ def main(argv):
         raise UserError(f"{len(failed)} runs or benchmarks failed; the same command tries again")
 
 
-def reproduce(plans):
-    """Do what is missing of {experiment: its runs}. Returns what failed."""
+def reproduce(plans, again=False):
+    """Do what is missing of {experiment: its runs}, and `again` what has changed. Returns what
+    failed."""
     OUT.mkdir(exist_ok=True)
     lock(OUT)                   # of two of us at a time, the second ends here
+    if again:
+        forget([run for runs in plans.values() for run in runs])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # train_all stops its runs
     jobs = 1 if "gpu" in {experiment.tier for experiment in plans} else JOBS
     failed = train_all(missing([run for runs in plans.values() for run in runs]), jobs)

@@ -110,7 +110,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     reproduce.start(run)
     del config["dropout"]
     reproduce.start(run)
-    assert calls == ["overwrite=true", "resume=true", "overwrite=true"] and not (run.folder / "pending.pt").exists()
+    assert calls == ["resume=auto"] * 3 and not (run.folder / "pending.pt").exists()
 
 
 def test_what_tells_a_run_apart(tmp_path, monkeypatch):
@@ -139,6 +139,58 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     for mistake, told in ("row: 5", "trial.yaml: .*row"), ("rows: {y: 'from={x}'}", "no row above"):
         with pytest.raises(UserError, match=told):
             plan(f"title: a\ntier: cpu\n{mistake}")
+
+
+def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
+    """Another text, or other code of the model and of what it imports, is told; `again` lets the run begin again, and what
+    starts from it. Comments and docstrings are no code."""
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    monkeypatch.setattr(reproduce, "OUT", tmp_path / "out")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "model_mine.py").write_text("import parts_of_mine\nx = 1\n")
+    (tmp_path / "parts_of_mine.py").write_text('"""Words."""\ny = 1\n')
+    meta = tmp_path / "data" / "mine" / "meta.json"
+    meta.parent.mkdir(parents=True)
+    split = lambda sha256: json.dumps({"splits": {"train": {"sha256": sha256}, "val": {"sha256": "b"}}})
+    meta.write_text(split("a"))
+    monkeypatch.setattr(reproduce, "file_keys", lambda run: {"model": "mine"})
+    experiment = reproduce.Experiment("mine", "a trial", "cpu", seeds=1, rows={"a": "", "b": "init_from={a}"},
+                                      keys=f"dataset=mine data_dir={tmp_path / 'data'}")
+    monkeypatch.setattr(reproduce, "read_results", lambda experiment: {})
+    runs = reproduce.plan(experiment)
+
+    def told(*made):
+        reproduce.code_of.cache_clear()
+        for run, of in zip(runs, made):
+            run.result = {**of} if of is not None else None
+        reproduce.show(experiment, runs)
+        return capsys.readouterr().out.partition("note: ")[2].partition(";")[0]
+    first = reproduce.made_from(runs[0])
+    assert first["text"] == "a b" and told(first, first) == told({}, first) == told(first, None) == ""
+    (tmp_path / "parts_of_mine.py").write_text('"""Other words."""\ny = 1     # one\n')
+    assert told(first, first) == ""
+    (tmp_path / "parts_of_mine.py").write_text("y = 2\n")
+    assert told(first, first) == "2 of these runs were made with another model"
+    meta.write_text(split("c"))
+    assert told(first, {}) == "1 of these runs were made with another model and text"
+    for run in runs:
+        run.folder.mkdir(parents=True)
+    reproduce.forget(runs)
+    assert [run.result for run in runs] == [None, None] and not any(run.folder.exists() for run in runs)
+    with pytest.raises(UserError, match="again needs the names of experiments"):
+        reproduce.main(["again"])
+
+
+@pytest.mark.parametrize("status, step, told", [(0, 2, "stopped; the same command goes on"), (-15, 2, "stopped;"), (0, 6, "done"),
+                                                (2, 2, "FAILED, see ")])
+def test_a_run_that_is_stopped_has_not_failed(status, step, told, monkeypatch, capsys):
+    class run:
+        experiment, label, seed, needs, folder = SimpleNamespace(name="mine"), "a", 1, [], "out/mine"
+    process = SimpleNamespace(wait=lambda: status, terminate=lambda: None)
+    for name, value in dict(start=lambda run: process, finished=lambda run: step == 6, record=lambda run: True).items():
+        monkeypatch.setattr(reproduce, name, value)
+    reproduce.train_all([run], 1)
+    assert capsys.readouterr().out.startswith(f"mine: a, seed 1: {told}")
 
 
 def test_cells_show_mean_and_deviation_over_the_seeds():
