@@ -119,8 +119,10 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     if own and (own[0].shape, own[1].shape) != (q.shape[:3], q.shape):
         raise ValueError(f"attend_by_position: own {tuple(own[0].shape)}, {tuple(own[1].shape)} "
                          f"must be {tuple(q.shape[:3])}, {tuple(q.shape)}")
-    function = attend_op if needs_operator() else run_attend
-    return function(q, k, v, *(own or (None, None)), *mask)
+    # autograd and torch.compile need the registered operator. It costs a tenth of a millisecond,
+    # which is noticeable in decoding on a CPU, so that other calls go without it.
+    registered = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return (attend_op if registered else run_attend)(q, k, v, *(own or (None, None)), *mask)
 
 
 def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None,
@@ -304,8 +306,9 @@ def scan(g, x, chunk, h0=None):
         raise ValueError(f"scan: g {tuple(g.shape)} {g.dtype}, x {tuple(x.shape)} {x.dtype}, "
                          f"chunk={chunk}; the same (B, T, C) twice and 1 or more are needed")
     h0 = x.new_zeros(x.size(0), x.size(2)) if h0 is None else h0
-    function = scan_op if needs_operator() else run_scan
-    return function(g, x, h0, chunk)
+    # as in attend_by_position
+    registered = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return (scan_op if registered else run_scan)(g, x, h0, chunk)
 
 
 def scan_naive(g, x, chunk, h0=0):
@@ -456,13 +459,6 @@ def operator(reference, launcher):
         with torch.cuda.device_of(x):  # Triton launches on the current device.
             return getattr(kernels_triton, launcher)(x, *more)
     return run, torch.library.custom_op(f"nanorecur::{reference.__name__}", run, mutates_args=())
-
-
-def needs_operator():
-    """Return whether autograd or torch.compile needs the registered custom_op. Otherwise the
-    function is called directly, because an operator costs a tenth of a millisecond, which is
-    noticeable in decoding on a CPU."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
 # ---- the operators as autograd and torch.compile see them ----

@@ -226,8 +226,9 @@ class Counting(TorchDispatchMode):
 def counted(call, tensors=()):
     """Return the launches of a step of a Call, and the bytes of tensors that it reads."""
     call.prepare()
-    with (mock.patch.object(kernels, "needs_operator", lambda: True),
-          mock.patch.object(kernels, "attend_gradients", kernels.attend_gradients_op),
+    operators = dict(run_attend=kernels.attend_op, run_scan=kernels.scan_op,
+                     run_attend_gradients=kernels.attend_gradients_op)  # each of them counts 1
+    with (mock.patch.multiple(kernels, **operators),
           Counting(tensors) as counting):
         call.run()
     return counting.launches // call.steps, counting.nbytes // call.steps
