@@ -179,9 +179,9 @@ def prepare_forward(cfg, model, procs):
 
 
 def claim_folder(run):
-    """Make the run's folder and its log. From here to its end no other run can have it. What was
-    written halfway by a run that was killed goes; the files of an older run stay until the first
-    save."""
+    """Make the run's folder and its log. No other run can have the folder until this one ends.
+    Files that a killed run left half written are removed. The files of an older run stay until the
+    first save."""
     cfg, folder = run.cfg, run.folder
     if not run.procs.master:
         return
@@ -495,9 +495,9 @@ def stop_request():
     several, and the state is to be saved. SIGKILL ends a step at once. Below nohup, which ignores
     SIGHUP, a run goes on."""
     asked = []
+    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)}  # Windows
     handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig))
-                for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-                if signal.getsignal(sig) != signal.SIG_IGN}
+                for sig in signals if signal.getsignal(sig) != signal.SIG_IGN}
     try:
         yield asked
     finally:
