@@ -495,9 +495,10 @@ def stop_request():
     several, and the state is to be saved. SIGKILL ends a step at once. Below nohup, which ignores
     SIGHUP, a run goes on."""
     asked = []
-    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)}  # Windows
-    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig))
-                for sig in signals if signal.getsignal(sig) != signal.SIG_IGN}
+    signals = {signal.SIGTERM, signal.SIGINT}
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.add(signal.SIGHUP)      # (Windows has none)
+    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig)) for sig in signals}
     try:
         yield asked
     finally:
@@ -568,11 +569,15 @@ def micro_step(run, x, y, weight):
 def try_micro_step(run):
     """Compute a micro-batch and drop its gradients. A missing compiler, too little memory or an
     error of a library ends the run here, before its folder is touched. What is compiled is used
-    again, and no random number changes, because each forward pass is seeded."""
+    again. The run itself does not change: each forward pass is seeded, and buffers, which a model
+    may change in a forward pass, get their values back."""
     run.model.train()
+    before = [buffer.clone() for buffer in run.model.buffers()]
     x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
     run.micro_step(run, x, y, 1.0)
     clear_gradients(run)
+    for buffer, old in zip(run.model.buffers(), before):
+        buffer.copy_(old)
 
 
 def record_micro_step(run):

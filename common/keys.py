@@ -60,8 +60,10 @@ def run_cli(main, schema=None):
         sys.exit(141)
     except BaseException as e:  # a panic of a library in Rust is no Exception
         line = in_one_line(e)
+        if line is None:
+            raise
         if line:                # in one piece: other processes may write too
-            sys.stderr.write(f"error: {line}\n")
+            say(f"error: {line}", sys.stderr)
         sys.exit(2)
 
 
@@ -81,35 +83,38 @@ def silence(stream):
 # modules of the errors that a compiler has, and that a library in Rust has
 COMPILERS = "torch._dynamo", "torch._inductor", "torch._functorch", "triton"
 RUST = "pyo3_runtime"
+# in messages of errors that have no class of their own
+NO_COMPILER = r"find C compiler|'[^']*(gcc|g\+\+|clang|nvcc|cl\.exe)'.* returned non-zero"
+DEVICE = "(CUDA|HIP|MPS) error|(CUBLAS|CUDNN|CUSOLVER)_STATUS"
 # in a message about another process of torchrun that has ended, after it told its own error
 LOST = r"[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe|remote process exited|ncclRemoteError"
 
 
 def in_one_line(e):
-    """Return what to tell about an error that is not a bug of ours: nothing where it is that of
-    another process. A bug has its traceback."""
+    """Return what to tell about an error that is not a bug of ours, "" where another process tells
+    it, and None for a bug, which has its traceback."""
     modules = [kind.__module__ for kind in type(e).__mro__]
     lines = [line for line in map(str.strip, str(e).splitlines()) if line[-7:] != "raised:"]
     first = (lines or [type(e).__name__])[0][:300]
     if isinstance(e, UserError):
         return " ".join(str(e).split())
-    if any(module.startswith(COMPILERS) for module in modules):
-        return (f"the compiler failed: {first} (compile=false trains without it, and shows "
-                f"where an error of the model is)")
-    if RUST in modules:
-        return f"a library broke off, perhaps because a file is damaged: {first}"
+    if isinstance(e, MemoryError) or re.search("allocate memory|out of memory", str(e)):
+        return f"not enough memory: {first}"
+    if isinstance(e, OSError):                  # of a path that was given, or of a full disk
+        reason = e.strerror or first
+        return f"{str(e.filename):.100}: {reason}" if e.filename else reason
     if "WORLD_SIZE" in os.environ and isinstance(e, RuntimeError) and re.search(LOST, str(e)):
         return ""
-    if "torch.distributed" in modules:
-        return f"the processes cannot reach each other: {first}"
-    if type(e).__name__ == "AcceleratorError":  # of torch
-        return f"the device failed: {first}"
-    if isinstance(e, OSError):                  # of a path that was given, or of a full disk
-        reason = e.strerror or first_line(e)
-        return f"{str(e.filename):.100}: {reason}" if e.filename else reason
-    if isinstance(e, MemoryError) or re.search("allocate memory|out of memory", str(e)):
-        return f"not enough memory: {first_line(e)}"
-    raise e
+    kinds = {"the compiler failed (compile=false trains without it, and shows where an error of "
+             "the model is)": any(module.startswith(COMPILERS) for module in modules),
+             "a compiler is missing or failed": re.search(NO_COMPILER, str(e)),
+             "a library broke off, perhaps because a file is damaged": RUST in modules,
+             "the processes cannot reach each other": "torch.distributed" in modules,
+             "the device failed": re.search(DEVICE, str(e))}
+    for words, fits in kinds.items():
+        if fits:
+            return f"{words}: {first}"
+    return None
 
 
 # ---- keys ----
@@ -148,7 +153,8 @@ def say(text, file=None):
     is full, the program goes on: a training has its log and its checkpoints."""
     stream = file or sys.stdout
     try:
-        print(text, file=stream, flush=True)
+        stream.write(f"{text}\n")
+        stream.flush()
     except OSError:
         silence(stream)
 

@@ -191,6 +191,9 @@ class PanicException(BaseException):
     (PermissionError(13, "Permission denied", "locked/run"), "locked/run: Permission denied"),
     (PanicException("range end index 2 out of range\nmore"), "a library broke off, perhaps because a file is damaged: range end"),
     (torch.AcceleratorError("CUDA error: an illegal memory access\nmore"), "the device failed: CUDA error: an illegal"),
+    (RuntimeError("Failed to find C compiler. Please specify via CC"), "a compiler is missing or failed: Failed to find"),
+    (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), "a compiler is missing or failed: Command"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "the device failed: CUDA error: CUBLAS"),
     (torch.distributed.DistNetworkError("no route\nmore"), "the processes cannot reach each other: no route")])
 def test_what_the_machine_refuses_is_one_line(error, told, capfd, monkeypatch):
     def main(argv):
@@ -220,7 +223,7 @@ def test_a_compiler_that_is_missing(world, capfd, monkeypatch):
     before = snapshot(world)
     for run in ["run=fresh"], ["run=r", "overwrite=true"]:
         told = refusal(train.main, [*T, *run, "compile=true"], monkeypatch, capfd)
-        assert told.startswith("error: the compiler failed: RuntimeError: No working C++ compiler found (compile=false")
+        assert told.startswith("error: the compiler failed (compile=false") and "): RuntimeError: No working C++ compiler" in told
         keys.LOCKS.clear()
     assert snapshot(world) == before
 

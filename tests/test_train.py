@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import graphs
+import model_gpt
 from common import checkpoint, huggingface, keys, optim, process
 from lab import eval as evaluation
 import prepare
@@ -499,6 +500,26 @@ def test_a_file_that_is_no_model(text, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "model_broken", raising=False)
     with pytest.raises(UserError, match="model_broken.py is not a model file: it needs a dataclass Config with block_size"):
         read_config({"model": "broken"})
+
+
+def test_the_trial_changes_nothing(tmp_path, data_dir, monkeypatch):
+    """The micro-batch before a run leaves no gradient, and a buffer that a forward pass changes is as before."""
+    def forward(model, *batch, forward=model_gpt.Model.forward):
+        if model.training:
+            model.counted.add_(1)
+        return forward(model, *batch)
+    make_model = train.make_model
+
+    def counting(*given):
+        model = make_model(*given)
+        model.register_buffer("counted", torch.zeros(()))
+        return model
+    monkeypatch.setattr(model_gpt.Model, "forward", forward)
+    monkeypatch.setattr(train, "make_model", counting)
+    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir))
+    assert trainer.model.counted == 0 and all(p.grad is None for p in trainer.model.parameters())
+    train.train_step(trainer, [])
+    assert trainer.model.counted == 1
 
 
 def test_a_terminal_that_closes(monkeypatch):
