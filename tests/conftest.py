@@ -52,13 +52,15 @@ def pytest_collection_modifyitems(config, items):
         kept = [item for item in of_some if only in item.callspec.params.values()]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+    if not config.getoption("--full"):      # a repetition is not even collected
+        again = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=again)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if config.getoption("--full"):
             item.add_marker(pytest.mark.timeout(2400))      # 50 kills
-        elif item.get_closest_marker("full"):
-            item.add_marker(pytest.mark.skip(reason="a repetition: --full runs it"))
 
 
 def python(*arguments, tries=2, **environment):
