@@ -92,28 +92,18 @@ def setup(argv):
     given = split_args(argv)[1]
     cfg, model_fields, ckpt = read_config(given)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
-    check_new(cfg)
     procs = Processes(cfg)
+    procs.join()
+    procs.each(check_new, cfg)
     check_graph(cfg, procs)
     local = cfg.dataset == "python" or cfg.dataset.startswith("file:")
     if procs.world == 1 and local and not data_folder(cfg).exists():
         prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
-    procs.join()
-    batches = procs.each(open_batches, cfg, model_fields["block_size"])
-    data = batches.train
-    if not is_task(cfg.dataset):
-        tell_changes(data.folder, data.meta)
-    if ckpt is not None:
-        check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
-    fit_to_data(cfg, given, batches)
-    model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(procs.device)
-    if cfg.sample_tokens and not cfg.eval_only and not is_task(cfg.dataset):
-        procs.each(model.init_cache, 1, 1)      # a model without a cache says so before it trains
-    set_budget(cfg, model, *((ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()))
+    batches, model, teacher = procs.each(read_all, cfg, given, model_fields, ckpt, procs.device)
     if cfg.fsdp:
         shard(model, blocks_of(model), procs.device, procs.world)
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs), micro_step,
-              make_optimizers(model, cfg), *load_teacher(cfg, model, data))
+              make_optimizers(model, cfg), *teacher)
     if cfg.compile == "graph" and not cfg.eval_only:
         run.micro_step = record_micro_step(run)
     elif not cfg.eval_only:
@@ -135,10 +125,26 @@ def setup(argv):
     return run
 
 
+def read_all(cfg, given, model_fields, ckpt, device):
+    """Return the data, the model, and the teacher with its fingerprint, which all fit together."""
+    batches = open_batches(cfg, model_fields["block_size"])
+    data = batches.train
+    if not is_task(cfg.dataset):
+        tell_changes(data.folder, data.meta)
+    if ckpt is not None:
+        check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
+    fit_to_data(cfg, given, batches)
+    model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(device)
+    if cfg.sample_tokens and not cfg.eval_only and not is_task(cfg.dataset):
+        model.init_cache(1, 1)                  # a model without a cache says so before it trains
+    set_budget(cfg, model, *((ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()))
+    return batches, model, load_teacher(cfg, model, data)
+
+
 def check_new(cfg):
     """UserError if the run would replace another one."""
-    if newest(cfg.folder).exists() and cfg.resume == "false" and not (cfg.overwrite
-                                                                        or cfg.eval_only):
+    allowed = cfg.resume == "true" or cfg.overwrite or cfg.eval_only
+    if newest(cfg.folder).exists() and not allowed:
         raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
                         f"overwrite=true replaces it, run=NAME starts another run")
 

@@ -604,7 +604,7 @@ def two_ranks(folder, data_dir, change, *more, meanwhile=lambda second: None):
 
 @pytest.mark.parametrize("change, more, told", [
     (no_space, [], "could not save"), (infinite_weight, ["fsdp=true"], "a weight is not finite at step 2"),
-    (None, ["run=locked"], "is in use: another run of this name goes on"),
+    (None, ["run=locked"], "is in use: another run of this name goes on"), (None, ["vocab_size=9"], "vocab_size=9 is less"),
     (None, ["dataset=file:/dev/null/words.txt"], "make it with python prepare.py")], ids=lambda x: getattr(x, "__name__", None))
 def test_one_process_tells_an_error(change, more, told, tmp_path, data_dir):
     """It prints one line, and the other one ends quietly. Data that are not prepared are not waited for."""
