@@ -48,7 +48,8 @@ from common.keys import (UserError, as_command, asks_help, first_line, help_text
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.process import (Processes, TrainConfig, autocast, check_tokenizer, config_file,
                             device_name, fit_to_data, flops_of_step, load_teacher, make_model,
-                            open_batches, peak_flops, read_config, set_budget, tokens_per_step)
+                            open_batches, peak_flops, precision, read_config, set_budget,
+                            tokens_per_step)
 from common.sharded import gathered, shard, whole
 from common.tasks import count_right
 from prepare import PrepareConfig, prepare, tell_changes
@@ -290,7 +291,7 @@ OURS = re.compile(r"(ckpt|pending|best|step_[0-9]+)\.pt|log(\.new)?\.jsonl|curve
 KEPT = "what was saved is kept"
 COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
 # what a validation loss is measured with: losses compare where all of it is the same
-MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "dtype", "block_size",
+MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "block_size",
            "exit_loop")
 
 
@@ -363,15 +364,16 @@ def state(run):
             "weights": whole(run.model.state_dict()),
             "optimizers": [whole(optimizer.state_dict()) for optimizer in run.optimizers],
             **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint,
-            "teacher": run.taught_by}
+            "teacher": run.taught_by, "precision": precision(run.cfg, run.procs.device)}
 
 
 def restore(run, ckpt):
     """Go on from the state of a checkpoint; the model has its weights already."""
     for name in COUNTED:
         setattr(run, name, ckpt[name])
-    now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint}
-    was = {**ckpt["config"], **ckpt["model_config"], "data": ckpt["data"]}
+    now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint,
+           "precision": precision(run.cfg, run.procs.device)}
+    was = {**ckpt["config"], **ckpt["model_config"], **ckpt}    # an older checkpoint has less
     some = run.cfg.eval_batches or run.cfg.exact_batches    # or else all is measured, in any batch
     if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
                  and (some or name != "batch_size")]:

@@ -247,6 +247,11 @@ def in_bfloat16(cfg, device):
     return cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and device.type == "cuda")
 
 
+def precision(cfg, device):
+    """Return the name of the type in which products are computed; auto depends on the device."""
+    return "bfloat16" if in_bfloat16(cfg, device) else "float32"
+
+
 def autocast(cfg, device):
     """The context of a forward pass: products are computed in bfloat16 where dtype= says so."""
     return torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16(cfg, device))

@@ -383,7 +383,7 @@ def test_other_data_on_resume(tmp_path, capsys):
 
 @pytest.mark.parametrize("changed, forgotten", [
     (["eval_batches=1"], "eval_batches"), (["batch_size=1"], "batch_size"), (["block_size=8"], "block_size"),
-    (["dtype=bfloat16"], "dtype"), (["eval_batches=0", "batch_size=1"], "eval_batches"), (["learning_rate=1", "eval_interval=3"], "")])
+    (["dtype=bfloat16"], "precision"), (["eval_batches=0", "batch_size=1"], "eval_batches"), (["learning_rate=1", "eval_interval=3"], "")])
 def test_a_best_loss_of_another_measure(changed, forgotten, tmp_path, data_dir, capsys):
     """It is forgotten, which is told: losses of more or other text, or of other numbers, do not compare."""
     runs.run("gpt", tmp_path, data_dir, "max_steps=2")
