@@ -170,6 +170,7 @@ def test_an_older_run_stays_until_it_is_replaced(tmp_path, data_dir, monkeypatch
     def broken(*given):
         raise OSError(28, "No space left on device")
     fails("learning_rate=1e30", "grad_clip=0")
+    os.replace(old.folder / "ckpt.pt", old.folder / "pending.pt")       # as if killed in its first evaluation
     fails("eval_interval=1", evaluate=lambda run: {"val_ce": float("nan")})
     fails(error=OSError, save_checkpoint=broken)
     fails(error=OSError, forward_backward=broken)
