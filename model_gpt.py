@@ -9,17 +9,17 @@ and their files import its parts.
 
 Query i reads the values of the keys j that are visible to it:
 
-    y_i = sum_j a_ij v_j        a_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
+    a_i = sum_j p_ij v_j        p_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
 
-Key j is visible iff j <= i and, with a sliding window of w keys, i - j < w. Here q_i and k_j are
-those after the QK-norm and the rotary positions (RoPE), if the model has them. bias_ij is 0, but
-with ALiBi it is -m_h (i - j), where m_h = 2^(-8 h / H) in head h = 1 .. H.
+Key j is visible iff j <= i and, with a sliding window of w keys, i - j < w. If the model has a
+QK-norm and rotary positions (RoPE), q_i and k_j have gone through both. bias_ij is 0, but with
+ALiBi it is -m_h (i - j), where m_h = 2^(-8 h / H) in head h = 1 .. H.
 
 The file can be read from top to bottom, because a block stands below its parts, and the model below
 its blocks. A call takes the opposite way: LanguageModel.forward, hidden, Block, Attention, attend.
 Context has what all layers of a call share. fast=false writes the softmax out, and fast=true calls
-torch's fused attention. The KV cache is not needed to understand training. It has a file of its
-own, decoding.py, and LanguageModel uses it only in its last part.
+torch's fused attention. The KV cache has a file of its own, decoding.py. Training can be understood
+without it, because a plain pass uses neither CachedContext nor the last part of LanguageModel.
 
 Letters, which mean the same in every file:
 
@@ -57,11 +57,11 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields that all models have. Each is a key of a config file."""
-    block_size: int = 256        # tokens of a training sequence; with RoPE also a call's most keys
+    block_size: int = 256        # tokens of a training sequence; with RoPE the most keys of a call
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads
-    n_kv_head: int = 0           # key/value heads, each shared by n_head / n_kv_head (0: n_head)
+    n_kv_head: int = 0           # key/value heads; n_head / n_kv_head heads share one (0: n_head)
     n_embd: int = 128            # width of the residual stream
     head_dim: int = 0            # width of a head (0: n_embd / n_head)
     dropout: float = 0.0         # on embeddings, attention, residual branches (see each file)
@@ -69,14 +69,14 @@ class BaseConfig:
     rope_theta: float = 10000.0  # RoPE's base
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
-    # A Config without these keys has these values. They are constants of the class and no fields
-    # of the dataclass, because they have no annotation.
+    # A subclass has these values unless it makes fields of these names, as Config does below. Here
+    # they are constants of the class and no fields, because they have no annotation.
     pos, window, scale_embeddings, n_mlp, mlp = "rope", 0, False, 0, "gelu"
 
     def __post_init__(self):
-        """Raise ValueError, which names the field, for a value that is impossible; the checks stand
-        at the end of this file. Then derive the sizes that a 0 leaves open. They are attributes and
-        no fields, so that dataclasses.replace derives them again."""
+        """Derive the sizes that a 0 leaves open. They are attributes and no fields, so that
+        dataclasses.replace derives them again. For an impossible value this raises ValueError,
+        which names the field. The checks stand at the end of this file."""
         check_sizes(self)
         self.kv_heads = self.n_kv_head or self.n_head                   # G
         self.head_size = self.head_dim or self.n_embd // self.n_head    # D
@@ -124,7 +124,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        # wide has the weight's dtype. Whichever that is, torch sums in float32 or better.
+        # wide has the weight's dtype. Whichever dtype that is, torch sums in float32 or better.
         wide = x.to(self.weight.dtype)
         return F.rms_norm(wide, wide.shape[-1:], self.weight, self.eps).to(x.dtype)
 
@@ -132,8 +132,8 @@ class RMSNorm(nn.Module):
 # ---- positions, and what the layers of a call share ----
 
 def rope_tables(pos, head_dim, theta, dtype):
-    """Return cos and sin of RoPE's angles pos theta^(-2i / D), i = 0 .. D / 2 - 1, in dtype but in
-    float32 or better: pos (...) -> (..., D / 2) each."""
+    """Return cos and sin of RoPE's angles pos theta^(-2c / D), c = 0 .. D / 2 - 1: pos (...) ->
+    (..., D / 2) each. They are in dtype, or in float32 if dtype has 16 bits."""
     dtype = torch.promote_types(dtype, torch.float32)
     freq = theta ** (-torch.arange(0, head_dim, 2, device=pos.device, dtype=dtype) / head_dim)
     angle = pos.to(dtype)[..., None] * freq                 # (..., D / 2)
@@ -141,7 +141,8 @@ def rope_tables(pos, head_dim, theta, dtype):
 
 
 def apply_rope(x, cos, sin):
-    """Rotate each pair (x_i, x_{i + D/2}) of x (..., D) by its angle. cos and sin broadcast."""
+    """Rotate each pair of channels (x_c, x_{c + D/2}) of x (..., D) by its angle. cos and sin
+    broadcast."""
     a, b = x.chunk(2, -1)                                   # (..., D / 2)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
@@ -170,14 +171,16 @@ class Context:
     k_pos (S,)         the positions of the keys
     rope               cos and sin at pos, (B or 1, 1, T, D / 2) each; None without RoPE
     slopes (H,)        ALiBi's m_h; None without ALiBi
-    bias               attention_bias; None where the causal mask is enough"""
+    bias               attention_bias; None where the causal mask is enough, or where a subclass
+                       masks in another way"""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=None):
-        """x (B, T, C) are the embeddings. pos and k_pos are None in a plain pass, in which tokens
-        and keys have the positions 0 .. T - 1. causal says that the keys are those of all earlier
-        tokens and then of the tokens, in this order, so that the causal mask needs no positions.
-        has_bias says whether there is a bias. By default (None) there is one only where the causal
-        mask is not enough, because attention is faster without one."""
+        """x (B, T, C) are the embeddings, and only T, the dtype and the device of x are read. pos
+        and k_pos are None in a plain pass, in which tokens and keys have the positions 0 .. T - 1.
+        causal says that the keys are those of all earlier tokens, followed by those of the call's
+        tokens, so that the causal mask needs no positions. has_bias says whether there is a bias.
+        By default (None) there is one only where the causal mask is not enough, because attention
+        is faster without a bias."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if pos is None:
             k_pos = torch.arange(x.size(1), device=x.device)
@@ -211,7 +214,8 @@ class CachedContext(Cached, Context):
 
 class Attention(nn.Module):
     """Causal self-attention. With a cache, the number `layer` says which keys and values are this
-    layer's. It is an argument, because a model with loops calls one block as several layers."""
+    layer's. The number is an argument of forward and no attribute, because a model with loops
+    calls one block as several layers."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -233,8 +237,8 @@ class Attention(nn.Module):
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
         k, v = context.extend(layer, k, v)                          # (B, G, S, D)
         dropout = self.cfg.dropout if self.training else 0.0
-        y = attend(q, k, v, context.bias, self.cfg.fast, dropout)   # (B, H, T, D)
-        return self.wo(y.transpose(1, 2).flatten(2))                # (B, T, C)
+        a = attend(q, k, v, context.bias, self.cfg.fast, dropout)   # (B, H, T, D)
+        return self.wo(a.transpose(1, 2).flatten(2))                # (B, T, C)
 
 
 def attend(q, k, v, bias, fast, dropout=0.0):
@@ -243,7 +247,8 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     and the queries are the last T of the S tokens."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
     if bias is None and not (fast and T in (1, S)):
-        # Query t is token S - T + t. The bias hides the keys after it.
+        # Only for T = 1 and T = S does torch's attention need no bias, see below. Query t is token
+        # S - T + t, and the bias hides the keys after it.
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if not fast:
         # The equation is written out. H / G query heads share each key and value head.
@@ -283,8 +288,8 @@ class MLP(nn.Module):
 
 
 def default_mlp_width(cfg):
-    """Return the MLP's width where n_mlp is 0. It is 4 C for gelu. The others have a third matrix,
-    so that theirs is 8/3 C, rounded up to a multiple of 32."""
+    """Return the MLP's width where n_mlp is 0. It is 4 C for gelu. The others have three matrices
+    and not two, so that 8/3 C makes as many weights. It is rounded up to a multiple of 32."""
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 
@@ -306,10 +311,10 @@ class Block(nn.Module):
 # ---- the language model ----
 
 class LanguageModel(nn.Module):
-    """The base of all models: embedding, blocks, norm, head, loss, decoding. A model gives it the
-    blocks and then calls init_weights. It may replace any method, and needs a mixer_flops if its
-    attention is not this file's. train.py uses eval_metrics, end_step and estimate of the models
-    that have them."""
+    """The base of all models: embedding, blocks, norm, head, loss, decoding. A model, which is a
+    subclass, gives it the blocks and then calls init_weights. The subclass may replace any method,
+    and needs a mixer_flops if its attention is not this file's. It may also have eval_metrics,
+    end_step and estimate, which train.py uses."""
     context_type, cached_context_type = Context, CachedContext  # many models have their own
     runs_blocks_once = True     # so that FSDP may gather one block at a time
 
@@ -328,7 +333,8 @@ class LanguageModel(nn.Module):
 
         idx (B, T)       int64
         targets (B, T)   the tokens to predict; -1 is not counted
-        cache            made by init_cache; it holds the tokens before idx, and then idx, too
+        cache            made by init_cache; it holds the tokens before idx, and after the call
+                         those of idx, too
         n_valid (B,)     with a cache: how many of each row's T tokens are real; the others are
                          padding on the right, and their logits mean nothing
 
@@ -381,14 +387,14 @@ class LanguageModel(nn.Module):
 
     @property
     def context_limit(self):
-        """The most tokens of a call or a cache. RoPE allows as many as there were in training.
-        None means that there is no limit."""
+        """Return the most tokens that a call or a cache may have. RoPE allows as many as there
+        were in training. None means that there is no limit."""
         return self.cfg.block_size if self.cfg.pos == "rope" else None
 
     @property
     def context_kept(self):
-        """How many of the last tokens stay when the context is full. Here they are all that fit,
-        so that each token is predicted from exactly the last context_limit tokens."""
+        """Return how many of the last tokens stay when the context is full. Here as many stay as
+        fit, so that each token is predicted from exactly the last context_limit tokens."""
         return self.context_limit
 
     def init_cache(self, batch_size, max_len):
@@ -432,9 +438,9 @@ class Model(LanguageModel):
 def init_weights(model, n_layer=None):
     """Initialize as GPT-2 does. Every matrix is normal with a standard deviation of 0.02. With
     n_layer, the projections into the residual stream are smaller by 1 / sqrt(2 n_layer), so that
-    its variance does not grow with depth. Norms stay 1. With tie_embeddings, the head is the
-    embedding. A model that sets some matrices in its own way calls this first, because this sets
-    every matrix."""
+    the stream's variance does not grow with depth. The weights of norms stay 1. With
+    tie_embeddings, the head is the embedding. A model that sets some matrices in its own way calls
+    this function first, because it sets every matrix."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))
@@ -445,7 +451,7 @@ def init_weights(model, n_layer=None):
 
 def cross_entropy(logits, targets):
     """Return the mean negative log-likelihood in nats over the targets that are not -1. It is 0 if
-    all are."""
+    all targets are -1."""
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
                             reduction="sum")
     return total / (targets != -1).sum().clamp(min=1)
@@ -475,7 +481,7 @@ def compute_dtype(x):
 # ---- checks of a Config ----
 
 def check_sizes(cfg):
-    """Check what other sizes follow from."""
+    """Check the fields from which other sizes are derived."""
     cfg.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_embd")
     cfg.at_least(0, "n_kv_head", "head_dim")
     if cfg.n_kv_head:
@@ -485,7 +491,7 @@ def check_sizes(cfg):
 
 
 def check_values(cfg):
-    """Check the other fields that all models have, and those of choice in any Config."""
+    """Check the other fields that all models have, and in any Config the fields made by choice."""
     if not 0 <= cfg.dropout < 1:
         raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
     for name in ("rope_theta", "norm_eps"):
