@@ -4,12 +4,13 @@ Decoding with a KV cache, for all models: where the keys and values of earlier t
 To go on with a sequence, a Transformer needs nothing of the earlier tokens but their keys and
 values. A call with a cache therefore runs the new tokens alone. Each layer writes their keys and
 values into slots of the cache and attends to all that are there. Slot p of a row holds the token at
-position p. (Caches of LRT and RAT, subclasses in their files, hold a state besides.)
+position p. (The caches of LRT and RAT, subclasses in their files, hold a state besides.)
 
 Rows of a batch may hold different numbers of tokens, and a call may bring each row a different
 number of new ones. Such a call is ragged. Its T new tokens a row are padded on the right, and
-n_valid says how many of them are real. An example with max_len = 8 and T = 3: row 0 holds four
-tokens and gets u, v, w; row 1 holds two and gets x and two of padding (-), so n_valid = 3, 1.
+n_valid says how many of them are real. This is an example with max_len = 8 and T = 3. Row 0 holds
+four tokens and gets u, v, w. Row 1 holds two tokens and gets x and two of padding (-). So n_valid
+is 3, 1.
 
              slot  0  1  2  3  4  5  6  7 | 8    lengths
     row 0  before  a  b  c  d  .  .  .  . | .       4       pos  4  5  6      at  4  5  6
@@ -17,22 +18,23 @@ tokens and gets u, v, w; row 1 holds two and gets x and two of padding (-), so n
     row 1  before  e  f  .  .  .  .  .  . | .       2       pos  2  3  4      at  2  8  8
             after  e  f  x  .  .  .  .  . | -       3
 
-pos has the positions of the new tokens, and at has their slots: a real token's is its position, all
-padding's is max_len, which is never read. The call reads the first end slots, those of the longest
-row and T more: 4 + 3 = 7. Row 1 has nothing in slots 3 .. 6. The causal mask hides them from x,
-because it compares positions and x is at 2. The padding attends to some of them, and its results
-mean nothing.
+pos has the positions of the new tokens, and at has their slots. The slot of a real token is its
+position. The slot of all padding is max_len, which is never read. The call reads the slots
+0 .. end - 1, where end is the length of the longest row and T more, but at most max_len. Here end
+is 4 + 3 = 7. Row 1 has nothing in slots 3 .. 6. The causal mask hides these from x, because it
+compares positions and x is at 2. The padding attends to some of them, and its results mean nothing.
 
 A call goes through three steps, under no_grad:
     slots = cache.place(T, n_valid)         chooses pos, at and end; nothing changes yet
-    cache.write(layer, k, v, slots)         writes a layer's new keys and values, and returns all
+    cache.write(layer, k, v, slots)         writes a layer's new keys and values, and returns those
+                                            of slots 0 .. end - 1
     cache.advance(slots)                    counts the new tokens, once all layers have written
 The context of the call does the first two (Cached, below), and the model's decode the last.
 reset(rows) empties rows.
 
-A static call (cache.static = True) is a ragged call that reads all max_len slots. It reads no
-number on the host, and all its shapes are the same from call to call, so that it can be recorded as
-a CUDA graph (graphs.py).
+A static call (cache.static = True) is a ragged call with end = max_len. The host reads no number of
+the device in it, and all its shapes are the same from call to call, so that it can be recorded as a
+CUDA graph (graphs.py).
 
 Letters: B rows, T new tokens a row, S = end slots that are read, G key/value heads, D head size.
 """
@@ -47,8 +49,8 @@ class Slots:
     alone, with their part of pos, at and rows (model_mor.py does)."""
     pos: torch.Tensor            # (1, T) or (B, T): their positions
     end: int                     # S: slots 0 .. S - 1 are read, some may be empty
-    n_new: torch.Tensor          # (B,): how many of each row are real
-    at: torch.Tensor = None      # (B, T): their slots (None: the same as pos, in all rows)
+    n_new: torch.Tensor          # (B,): how many of each row's new tokens are real
+    at: torch.Tensor = None      # (B, T): their slots (None: their positions, the same in all rows)
     rows: torch.Tensor = None    # (B, 1): their rows, 0 .. B - 1 (None where at is None)
 
 
@@ -79,8 +81,8 @@ class KVCache:
         return sum(x.nbytes for x in self.buffers())
 
     def reset(self, rows=None):
-        """Empty the rows of these indices (None: all rows). They become zero, because attention
-        multiplies the slots that a mask hides by 0, and 0 times NaN is NaN."""
+        """Empty the rows of these indices (None: all rows). Their slots become zero, because
+        attention multiplies what a mask hides by 0, and 0 times NaN is NaN."""
         rows = slice(None) if rows is None else rows
         for buffer in self.buffers():
             buffer[rows] = 0
@@ -102,26 +104,28 @@ class KVCache:
             return Slots((self.longest + offset)[None], end, n_new)
         pos = self.lengths[:, None] + offset        # (B, T)
         at = torch.where(offset < n_new[:, None], pos, self.max_len)
-        # pos is clamped, so that padding, too, has a key in its window. A softmax over no key would
-        # be NaN, which a caller's sums could meet.
+        # pos is clamped, so that padding far behind the last slot, too, has a key in its sliding
+        # window. A softmax over no key would be NaN, and a caller's sum could contain it.
         return Slots(pos.clamp(max=end - 1), end, n_new, at, self.rows)
 
     def check_room(self, T, n_new):
-        """Raise ValueError if the real ones, n_new (B,), of T tokens a row do not fit. The host
-        reads lengths only where all T might not fit, because without padding they still may."""
+        """Raise ValueError if a row's real tokens, n_new (B,) of its T new ones, do not fit. The
+        host waits for lengths, which are on the device, only if the longest row has no room for T.
+        Even then the real tokens may fit."""
         if self.longest + T > self.max_len:
             needed = int((self.lengths + n_new).max())
             if needed > self.max_len:
                 raise ValueError(f"the cache is full: {needed} tokens, max_len={self.max_len}")
 
     def write(self, layer, k, v, slots):
-        """Write k and v (B, G, T, D) of the new tokens. Return those of all, (B, G, S, D) each."""
+        """Write k and v (B, G, T, D) of the new tokens. Return those of all slots that the call
+        reads, (B, G, S, D) each."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             if slots.at is None:
                 buffer[:, :, slots.end - new.size(2):slots.end] = new
             else:
                 new = new.transpose(1, 2).to(buffer.dtype)
-                buffer[slots.rows, :, slots.at] = new  # torch indexes to (B, T, G, D)
+                buffer[slots.rows, :, slots.at] = new  # this indexing gives (B, T, G, D)
         return [x[layer][:, :, :slots.end].to(k.dtype) for x in (self.k, self.v)]
 
     def advance(self, slots):
@@ -137,20 +141,21 @@ class KVCache:
         self.static = True
 
     def end_static(self, T, ragged):
-        """Make calls ordinary again, after one of at most T tokens a row. ragged says whether rows
-        may differ now."""
+        """Make calls ordinary again, after one static call of at most T tokens a row. ragged says
+        whether the lengths of rows may differ now."""
         self.static, self.ragged = False, ragged
         self.longest = min(self.longest + T, self.max_len)
 
 
 class Cached:
     """A mix-in. It turns a model's Context into the context of a call with a cache, in which tokens
-    have the positions of their slots, and each layer's keys and values go into the cache.
+    have the positions that place chose, and each layer's keys and values go into the cache.
 
         class CachedContext(Cached, Context): ...
 
-    Context is model_gpt's, or has its arguments (cfg, x, pos, k_pos, causal). Of x it reads the
-    shape, the dtype and the device, and no value. `more` are further arguments of a Context."""
+    Context is model_gpt's, or has its arguments (cfg, x, pos, k_pos, causal). It reads x.size(1),
+    which is T, and the dtype and the device of x, but no value, so that an empty x is enough.
+    `more` are further arguments of a Context."""
 
     def __init__(self, cfg, cache, T, n_valid=None, **more):
         self.cache, self.slots = cache, cache.place(T, n_valid)
@@ -159,7 +164,8 @@ class Cached:
         super().__init__(cfg, x, self.slots.pos, k_pos, self.slots.at is None, **more)
 
     def extend(self, layer, k, v):
-        """Write k and v (B, G, T, D) of the new tokens. Return those of all, (B, G, S, D) each."""
+        """Write k and v (B, G, T, D) of the new tokens. Return those of all slots that the call
+        reads, (B, G, S, D) each."""
         return self.cache.write(layer, k, v, self.slots)
 
 
@@ -168,7 +174,7 @@ class Cached:
 def next_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """Draw one token a row, (B,) int64, from logits (B, V). temperature divides the logits; at 0
     the likeliest token is taken. Then top_k keeps the k likeliest tokens (0: all). Then top_p keeps
-    the smallest set of likeliest tokens that together have this probability (Holtzman et al.
+    the smallest set of likeliest tokens whose probabilities sum to at least top_p (Holtzman et al.
     2020)."""
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
@@ -179,10 +185,12 @@ def next_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     if top_p < 1:
         ordered, order = logits.sort(-1, descending=True)
         p = ordered.softmax(-1)
-        enough = p.cumsum(-1) - p >= max(top_p, 1e-9)   # the likeliest always stays
+        # Left out are the tokens before which the sum is enough. The likeliest always stays.
+        enough = p.cumsum(-1) - p >= max(top_p, 1e-9)
         ordered = ordered.masked_fill(enough, -torch.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     p = logits.softmax(-1)
-    # With e from Exp(1), token i is the argmax of p / e with probability p_i. torch.multinomial
-    # draws in this way, too. Written out, nothing is read on the host, as a CUDA graph demands.
+    # If e has draws from Exp(1), the argmax of p / e is token i with probability p_i.
+    # torch.multinomial draws in this way, too. It is written out here so that nothing is read on
+    # the host, as a CUDA graph demands.
     return (p / torch.empty_like(p).exponential_(1, generator=generator)).argmax(-1)
