@@ -1,10 +1,10 @@
 """
 A function recorded once and replayed as a CUDA graph.
 
-On a GPU, Python needs some 10 to 30 microseconds to launch a kernel, and a small kernel takes 2.
+On a GPU, Python needs some 10 to 30 microseconds to launch a kernel, and a small kernel runs 2.
 A CUDA graph is the list of all kernels that a function has launched. Replaying it is one launch.
 
-    record(function)                what the function computes, and a run() that repeats it
+    record(function)                its outputs, and a run() that computes them again
     Graph(function, inputs)         the same with new inputs at each call
     replay(key, function, *inputs)  ordinary at its first call, recorded at the second
     recordable(x)                   whether a call on x can be recorded
@@ -12,18 +12,19 @@ A CUDA graph is the list of all kernels that a function has launched. Replaying 
     stepper(function, cache)        the same for any function that decodes one token a row
 
 A function that is recorded must not read a tensor on the host, as int(x), x.tolist() and `if x`
-do, because nothing runs on the host when it is replayed. For the same reason no shape may depend on
-data. Each replay writes again what the function writes to tensors of others, as a cache or a
-gradient.
+do, because none of its Python code runs when it is replayed. For the same reason no shape may
+depend on data. If the function writes to a tensor that it did not make, as a cache or a gradient,
+each replay writes to this tensor again.
 
-Such functions are the decode step of every model and the two passes of RT's wavefront.
+The project records the decode step of every model, the two passes of RT's wavefront and, with
+compile=graph, train.py's forward and backward pass.
 """
 import importlib.util
 
 import torch
 
-SEEN, GRAPHS = set(), {}  # keys of replay that ran once; key -> Graph, in the order of last use
-MOST = 8                  # replay keeps this many graphs, because each of them holds memory
+SEEN, GRAPHS = set(), {}  # keys that replay has met; key -> Graph, the last used at the end
+MOST = 8                  # replay keeps at most so many graphs, because each of them holds memory
 
 
 def recordable(x):
@@ -34,14 +35,14 @@ def recordable(x):
 
 
 def record(function, generators=()):
-    """Record function() -> list of tensors without running it. Return its outputs, which hold no
-    values yet, and a function that runs the recording once more and fills them.
-    generators are the random number generators, beside torch's own, that the function draws
-    from."""
+    """Record function() -> list of tensors. This runs its Python code, but none of its kernels.
+    Return its outputs, which hold no values yet, and a run(), each call of which runs the kernels
+    and so fills the outputs. generators are the random number generators, beside torch's own, that
+    the function draws from."""
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    # thread_local lets other threads go on calling CUDA meanwhile.
+    # thread_local allows other threads to call CUDA meanwhile.
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
         outputs = function()
     return outputs, graph.replay
@@ -52,7 +53,7 @@ class Graph:
     inputs of these shapes, so that its kernels are compiled."""
 
     def __init__(self, function, inputs, generators=()):
-        grad = torch.is_grad_enabled()  # inference_mode(False) alone would turn it on
+        grad = torch.is_grad_enabled()  # inference_mode(False) alone would turn gradients on
         with (torch.inference_mode(False), torch.set_grad_enabled(grad),
               torch.cuda.device_of(inputs[0])):
             self.inputs = [x.clone() for x in inputs]
@@ -66,9 +67,9 @@ class Graph:
 
 
 def replay(key, function, *inputs):
-    """Return function(*inputs), a list of tensors. The second call with the same key is recorded,
-    later ones are replayed. The key says all that decides which kernels run: the function, shapes,
-    dtypes, settings."""
+    """Return function(*inputs), a list of tensors. The second call with a key records the function
+    and replays it, and later calls replay it. The key says all that decides which kernels run: the
+    function, shapes, dtypes, settings."""
     if key not in SEEN:
         SEEN.add(key)
         return function(*inputs)
@@ -76,16 +77,16 @@ def replay(key, function, *inputs):
         if len(GRAPHS) == MOST:
             del GRAPHS[next(iter(GRAPHS))]  # the one that has not been used for the longest time
         GRAPHS[key] = Graph(function, inputs)
-    GRAPHS[key] = GRAPHS.pop(key)
+    GRAPHS[key] = GRAPHS.pop(key)  # now it is the last
     return GRAPHS[key](*inputs)
 
 
 # ---- one token after the other ----
 
 def decoder(model, cache, then=lambda logits: logits, generators=()):
-    """Return step(idx, n_valid=None) -> then(logits). It runs the model on one more token a row,
-    idx (B, 1), and the logits are (B, 1, V). A step is one graph if it is recordable, else an
-    ordinary call."""
+    """Return step(idx, n_valid=None) -> then(logits). A step runs the model on one more token a
+    row, idx (B, 1), and the logits are (B, 1, V). `then` is part of the graph. Where no step can be
+    recorded, each is an ordinary call."""
     def function(idx, n_valid):
         return [then(model(idx, cache=cache, n_valid=n_valid)[0])]
     step = stepper(function, cache, generators)
@@ -94,9 +95,9 @@ def decoder(model, cache, then=lambda logits: logits, generators=()):
 
 def stepper(function, cache, generators=()):
     """Return such a step for any function(idx, n_valid) -> list of tensors that decodes idx (B, 1)
-    with this cache. n_valid (B,) has 1 or 0 tokens a row (None: 1 in each). The first step is a
-    static call (decoding.py) without a graph, which compiles the kernels. The second one is
-    recorded, and replayed from then on."""
+    with this cache. n_valid (B,) has 1 or 0 tokens a row (None: 1 in each). On a GPU the first step
+    is a static call (decoding.py) without a graph, which compiles the kernels. The second step
+    records the static call, and this and all later steps replay it."""
     graph, n_steps = None, 0
 
     def step(idx, n_valid=None):
