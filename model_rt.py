@@ -5,9 +5,9 @@ from this layer's outputs.
 In a Transformer, the keys and values of layer l are made from the output of layer l - 1. In an RT
 those of earlier positions are made from the output of layer l itself. A single layer is therefore
 as deep in time as the sequence is long: a path through L layers and T positions passes up to
-T + L - 1 blocks, and in a Transformer L. This adds no parameters, and the cache is as large as a
-Transformer's. Its price is that a layer becomes a loop over positions. Training runs the loop
-forward and then back, because gradients flow through all keys and values.
+T + L - 1 blocks, and in a Transformer L. The recurrence adds no parameters, and the cache is as
+large as a Transformer's. The price is that a layer becomes a loop over positions. Training runs the
+loop forward and then back, because gradients flow through all keys and values.
 
 One layer, for positions i = 1 .. T with inputs x_i:
 
@@ -19,10 +19,10 @@ One layer, for positions i = 1 .. T with inputs x_i:
     k_i  = nk(Wk n1(y_i))   v_i = Wv n1(y_i)                        (5)
                                                  persistent pair, for all positions after i
 
-n1 and n2 are RMSNorms. So are nq and nk, over the channels of all heads as one vector. They are
-there with qk_norm=full, the paper's choice, and left out by default. Scores are
-q_i . k_j / sqrt(D) - m_h (i - j). The second term is ALiBi, with m_h = 2^(-8 h / H) in head h. For
-the temporary pair it is 0.
+n1 and n2 are RMSNorms. So are nq and nk, over the channels of all heads as one vector. nq and nk
+are there with qk_norm=full, the paper's choice, and not by default. Scores are
+q_i . k_j / sqrt(D) - m_h (i - j). The second term is ALiBi, with m_h = 2^(-8 h / H) in head
+h = 1 .. H. For the temporary pair it is 0.
 
 What position 4 reads, and what it gives to later positions:
 
@@ -37,8 +37,8 @@ What position 4 reads, and what it gives to later positions:
                                                      ^   (1)
              x_1          x_2          x_3          x_4
 
-recurrent=false is the baseline. In it there is no (5), and later positions attend to the temporary
-pairs. All else is the same, so that a layer is a plain Transformer's.
+recurrent=false is the baseline. It has no (5), and later positions attend to the temporary pairs.
+All else is the same, so that a layer is a plain Transformer's.
 
 A schedule is an order in which the same function is computed. The schedule and the call decide
 what runs:
@@ -49,7 +49,7 @@ what runs:
     true       no     wavefront  any   rt_wavefront.run_layers: several layers at a time
     true       yes    any        1     Block.one_token
     true       yes    wavefront  > 1   rt_wavefront.prefill, if all rows hold equally many tokens
-    true       yes    otherwise  > 1   Block.one_token, token after token, which is slow
+    true       yes    all else   > 1   Block.one_token, token after token, which is slow
     false      any    any        any   Block.at_once
 
 schedule=auto stands for naive with fast=false, and with fast=true for wavefront, or for tiled if
@@ -91,13 +91,13 @@ class Config(BaseConfig):
     pos: str = choice("alibi", "rope", "none")
     qk_norm: str = choice("none", "full")   # full: nq and nk, each with a weight
     recurrent: bool = True       # false: a plain Transformer, the baseline
-    kv_norm: bool = True         # n1 in (5), but not nk; false is worse (the paper's Appendix E.2)
+    kv_norm: bool = True         # whether (5) has n1, whatever nk is; false is worse (Appendix E.2)
     schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: as fast says
     chunk: int = 32              # positions of a wavefront's chunk, at most
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
-    # A run may go on with other values of these keys.
+    # A run may be resumed with other values of these keys, because none changes the function.
     NOT_IN_WEIGHTS = ("schedule", "chunk", "cuda_graphs")
 
     def __post_init__(self):
@@ -114,7 +114,7 @@ class Config(BaseConfig):
 # ---- the equations, position after position ----
 
 class Block(nn.Module):
-    """One layer. naive is the loop over positions, and the methods below it are the equations."""
+    """One layer. naive is the loop over positions. The methods below it are the equations."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -129,10 +129,10 @@ class Block(nn.Module):
         norm = RMSNorm if cfg.qk_norm == "full" else nn.Identity
         self.q_norm, self.k_norm = norm(H * D, cfg.norm_eps), norm(G * D, cfg.norm_eps)  # nq, nk
 
-    @torch.compiler.disable  # it would unroll the loop
+    @torch.compiler.disable  # torch.compile would unroll the loop
     def naive(self, x, context):
-        """x (B, T, C) -> y (B, T, C), position after position."""
-        q, k_temp, v_temp = self.temporary(x, context.rope)  # (1), of all positions
+        """Return y (B, T, C) of x (B, T, C), computed position after position."""
+        q, k_temp, v_temp = self.temporary(x, context.rope)  # (1), for all positions
         k, v = k_temp[:, :, :0], v_temp[:, :, :0]  # persistent pairs: none yet
         ys = []
         for i, x_i in enumerate(x.split(1, 1)):  # (B, 1, C)
@@ -149,30 +149,31 @@ class Block(nn.Module):
         return torch.cat(ys, 1)
 
     def temporary(self, x, rope):
-        """Equation (1): q (B, H, T, D); k^, v^ (B, G, T, D)."""
+        """Return q (B, H, T, D) and k^, v^ (B, G, T, D) of x (B, T, C), as in (1)."""
         x_n = self.norm1(x)
         q = self.heads(self.q_norm(self.wq(x_n)), rope)
         return q, self.heads(self.k_norm(self.wk(x_n)), rope), self.heads(self.wv(x_n))
 
     def output(self, x, a):
-        """Equations (3) and (4): x (B, T, C), a (B, H, T, D) -> y (B, T, C)."""
+        """Return y (B, T, C) of x (B, T, C) and a (B, H, T, D), as in (3) and (4)."""
         z = x + self.wo(a.transpose(1, 2).flatten(2))
         return z + self.w_down(F.gelu(self.w_up(self.norm2(z))))
 
     def persistent(self, y, rope):
-        """Equation (5): k, v (B, G, T, D)."""
+        """Return k, v (B, G, T, D) of y (B, T, C), as in (5)."""
         y_n = self.norm1(y)
         return self.heads(self.k_norm(self.wk(y_n)), rope), self.heads(self.wv(y_n))
 
     def heads(self, x, rope=()):
-        """(B, T, heads D) -> (B, heads, T, D), rotated if rope has cos and sin."""
+        """Return x (B, T, heads D) as (B, heads, T, D), rotated if rope has cos and sin."""
         x = x.unflatten(-1, (-1, self.cfg.head_size)).transpose(1, 2)
         return apply_rope(x, *rope) if rope else x
 
     # -- what runs when a layer is called alone, see the table in the docstring --
 
     def forward(self, x, layer, context):
-        """x (B, T, C) -> y (B, T, C). With schedule=wavefront it is not called in a plain pass."""
+        """Return y (B, T, C) of x (B, T, C). The wavefront, which runs the plain pass of a
+        recurrent model with schedule=wavefront, does not call this."""
         if not self.cfg.recurrent:
             return self.at_once(x, layer, context)
         if isinstance(context, Cached):
@@ -182,19 +183,22 @@ class Block(nn.Module):
         return tiled(self, x, context)
 
     def at_once(self, x, layer, context):
-        """(1) to (4), if no position waits for another: temporary pairs are the keys of all."""
+        """Return y (B, T, C) by (1) to (4) for all T tokens at once. They attend to each other's
+        temporary pairs, and to the cached pairs if there is a cache."""
         q, k, v = self.temporary(x, context.rope)  # (1)
         k, v = context.extend(layer, k, v)  # (B, G, S, D)
         return self.output(x, context.attention(q, k, v))  # (2) to (4)
 
     def one_token(self, x, layer, context):
-        """(1) to (5) of one token a row, x (B, 1, C), after those of a cache."""
+        """Return y (B, 1, C) by (1) to (5) for one token a row, x (B, 1, C), after the tokens of a
+        cache."""
         if x.size(1) > 1:
             raise ValueError(f"RT's block takes one token a row with a cache, not {x.size(1)}, as "
                              "each needs the output of the one before: Model.decode goes through "
                              "them")
         y = self.at_once(x, layer, context)
-        # (5) overwrites the temporary pair, because the slots are the same until advance.
+        # The pair of (5) overwrites the temporary pair, because the token keeps its slot until
+        # advance.
         context.extend(layer, *self.persistent(y, context.rope))
         return y
 
@@ -207,15 +211,17 @@ class Block(nn.Module):
 #            layer 2    c1 c2 c3
 #            layer 1 c1 c2 c3
 # All queries of a chunk attend to the earlier chunks in one call. Only then the positions of the
-# chunk go one by one, and attend to each other. rt_wavefront.py has the equations a second time,
-# with a backward pass by hand. A fork that changes an equation changes it in both files, or trains
-# with schedule=tiled. Both passes of the wavefront have n1 in (5), so that they need kv_norm=true.
+# chunk follow one after the other, and each attends to those of the chunk before it.
+# rt_wavefront.py has the equations a second time, with a backward pass by hand. A fork that changes
+# an equation changes it in both files, or trains with schedule=tiled. Both passes of the wavefront
+# apply n1 in (5), so that they need kv_norm=true.
 #
-# tiled is the paper's Algorithm 1. It uses that all queries of a layer are known from the start.
-# After n positions, let t be the largest power of two that divides n. Then the queries n+1 .. n+t
-# attend to a tile, the keys n-t+1 .. n. In this way each query attends to each earlier key once. A
-# key is read at most ceil(log2 T) times, but in the naive loop by each later query. In this picture
-# of T = 8, a number is the n after which a query meets a key, and a point is its temporary pair:
+# tiled is the paper's Algorithm 1. It relies on (1), which gives all queries of a layer before the
+# loop. After n positions, let t be the largest power of two that divides n. Then the queries
+# n+1 .. n+t attend to a tile, the keys n-t+1 .. n. In this way each query attends to each earlier
+# key once. A key is read once a tile, at most ceil(log2 T) times. In the naive loop it is read once
+# for each later query. In this picture of T = 8, a number is the n after which a query meets a key,
+# and a point is the query's temporary pair:
 #                keys 1 2 3 4 5 6 7 8
 #           query 1   .
 #                 2   1 .
@@ -227,7 +233,7 @@ class Block(nn.Module):
 #                 8   4 4 4 4 6 6 7 .
 # Its backward pass is autograd's. The paper's own (section 6.4) is in rt_wavefront.py.
 
-@torch.compiler.disable  # it would unroll the loop
+@torch.compiler.disable  # torch.compile would unroll the loop
 def tiled(block, x, context):
     """Return the same as block.naive. Each query has two running results: out (B, H, 1, D) is its
     attention to the keys that it has met so far, and lse (B, H, 1) is log(sum of e^score) over
@@ -236,7 +242,7 @@ def tiled(block, x, context):
     out, lse = met_temporary(q, k_temp, v_temp)
     qs, outs, lses = q.split(1, 2), list(out.split(1, 2)), list(lse.split(1, 2))
     ks, vs, ys = [], [], []
-    pos = context.k_pos  # positions, of keys and queries
+    pos = context.k_pos  # of the keys and of the queries
     for i, x_i in enumerate(x.split(1, 1)):
         y_i = block.output(x_i, outs[i].to(x.dtype))  # (3), (4)
         rope_i = [table[:, :, i:i + 1] for table in context.rope]
@@ -244,7 +250,7 @@ def tiled(block, x, context):
         ys.append(y_i)
         ks.append(k_i)
         vs.append(v_i)
-        n = i + 1  # positions are done
+        n = i + 1  # so many positions are done
         t = n & -n  # the largest power of two that divides n
         keys = slice(n - t, n)
         queries = slice(n, n + t)  # the lists end at T, and so do their slices
@@ -269,9 +275,9 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
     A softmax can go on from a softmax over fewer keys. The keys that a query has met have together
     the weight e^lse, and out is the weighted mean of their values. So they count as one more key in
     the softmax over the tile, with the score lse and the value out."""
-    # In bfloat16 the kernel is called for every tile, because q @ k would round the scores. In
-    # float32 it is called for more than 32 keys only, because for fewer the call takes longer than
-    # the work. (This 32 has nothing to do with cfg.chunk.)
+    # In 16 bits attend_by_position is called for every tile, because q @ k would round the scores.
+    # In float32 it is called for more than 32 keys only, because for fewer the call takes longer
+    # than the work. (This 32 has nothing to do with cfg.chunk.)
     if q.dtype != lse.dtype or k.size(2) > 32:
         return kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes, own=(lse, out))
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
@@ -286,22 +292,22 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
 # ---- what the layers of a call share ----
 
 class Context(model_gpt.Context):
-    """As in model_gpt, but there is a bias in two cases only, see attention."""
+    """The same as in model_gpt, but there is a bias in the first two cases of attention only."""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=False):
         self.naive = cfg.schedule_used == "naive"
         super().__init__(cfg, x, pos, k_pos, causal, has_bias or self.naive)
         self.rope = self.rope or ()  # an empty tuple unpacks to nothing
-        self.k_pos = self.k_pos.int()  # the kernels' type
+        self.k_pos = self.k_pos.int()  # kernels.py wants int32
 
     def attention(self, q, k, v):
         """Return the attention of the tokens to all keys up to their own, (B, H, T, D).
-        schedule=naive           is written out, with a bias;
-        a cache in float32       calls torch's attention, which is the fastest for one query, with
-                                 a bias;
-        all else                 calls kernels.attend_by_position. It masks by positions, because
-                                 a bias would be T x T in training, and torch would round it in
-                                 bfloat16."""
+        schedule=naive               is written out, with a bias;
+        a cache in float32 or better calls torch's attention, which is the fastest for one query,
+                                     with a bias;
+        all else                     calls kernels.attend_by_position, which masks by positions.
+                                     A bias would be T x T in training, and torch would round it
+                                     in 16 bits."""
         if self.bias is not None:
             return attend(q, k, v, self.bias, fast=not self.naive)
         pos = self.pos.int().squeeze(0)  # (T,) for all rows, or (B, T)
@@ -313,7 +319,7 @@ class CachedContext(Cached, Context):
     """The context of a call with a cache."""
 
     def __init__(self, cfg, cache, T, n_valid=None):
-        exact = cache.dtype == torch.promote_types(cache.dtype, torch.float32)  # not 16 bits
+        exact = cache.dtype == torch.promote_types(cache.dtype, torch.float32)  # float32 or better
         super().__init__(cfg, cache, T, n_valid, has_bias=exact)
 
 
@@ -344,8 +350,8 @@ class Model(LanguageModel):
             self.head.weight = self.wte.weight
 
     def hidden(self, idx, context=None):
-        """As in model_gpt. The wavefront runs all layers together, and other schedules run one
-        after the other."""
+        """Return the same as in model_gpt. The wavefront runs all layers together. Otherwise one
+        layer runs after the other."""
         cfg = self.cfg
         if cfg.recurrent and context is None and cfg.schedule_used == "wavefront":
             x = self.drop(self.wte(idx))
@@ -353,7 +359,8 @@ class Model(LanguageModel):
         return super().hidden(idx, context)
 
     def decode(self, idx, cache, n_valid=None):
-        """As in model_gpt. Several tokens go through the wavefront or one after the other."""
+        """Return the same as in model_gpt. Several tokens of a row go through the wavefront, or
+        one after the other."""
         if not self.cfg.recurrent or idx.size(1) == 1:
             return super().decode(idx, cache, n_valid)
         slots = cache.place(idx.size(1), n_valid)  # raises if they do not all fit
@@ -366,8 +373,8 @@ class Model(LanguageModel):
         return torch.cat(states, 1)
 
     def prefill(self, idx, cache, slots):
-        """decode by a wavefront, for rows that hold equally many tokens. The new tokens of a row
-        may be fewer than T, because no token attends to the padding behind it."""
+        """Return decode's result by a wavefront, for rows that hold equally many tokens. The new
+        tokens of a row may be fewer than T, because no token attends to the padding behind it."""
         x = self.drop(self.wte(idx))
         past = [buffer[:, :, :cache.longest] for buffer in cache.buffers()]
         y, ks, vs = rt_wavefront.prefill(self.cfg, self.blocks, x, past)
@@ -377,8 +384,8 @@ class Model(LanguageModel):
         return self.norm(y)
 
     def mixer_flops(self):
-        """As in model_gpt, and Wk and Wv are counted once more for the persistent pair. Not counted
-        is what the backward pass recomputes."""
+        """Return the same as in model_gpt, with Wk and Wv counted once more for the persistent
+        pair. The products that the backward pass recomputes are not counted."""
         cfg = self.cfg
         again = 12.0 * cfg.n_layer * cfg.n_embd * cfg.kv_heads * cfg.head_size
         return super().mixer_flops() + (again if cfg.recurrent else 0)
