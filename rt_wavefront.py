@@ -1,10 +1,10 @@
 """
 The wavefront, RT's fast schedule. Read model_rt.py first.
 
-A layer of RT is a loop over positions, but layers need not wait for each other. The positions are
-cut into chunks of K. Chunk c of layer l needs two things: its input, which is chunk c of layer
-l - 1, and the keys and values of chunks 0 to c - 1 of its own layer. All chunks with l + c = s
-therefore run together, in step s:
+A layer of RT is a loop over positions, but a layer need not wait until the layer below has
+finished. The positions are cut into chunks of K. Chunk c of layer l needs two things: its input,
+which is chunk c of layer l - 1, and the keys and values of chunks 0 to c - 1 of its own layer. All
+chunks with l + c = s therefore run together, in step s:
 
            chunk   0 1 2 3
         layer 2    2 3 4 5      A chunk needs the one below it and those to its left.
@@ -13,31 +13,35 @@ therefore run together, in step s:
 
 A step is a loop over the K positions of its chunks, so that T + (L - 1) K positions run one after
 the other and not L T. At each position, one bmm is the product of all A layers that are active in
-the step. `outside` is the exception, because layers have different numbers of earlier keys: it
-calls attention once for each layer. It runs once a step, before the loop.
+the step. `outside` is the exception: it calls attention once for each layer, because layers have
+different numbers of earlier keys. `outside` runs once a step, before the loop.
 
-A step has two parts, here with the numbers of model_rt.py's equations. For all positions of a
-chunk at once, it computes (1), and attention to the temporary pair and to the pairs of all earlier
-chunks. This gives out and lse, the logarithm of the sum of e^score. Then it goes through the
-positions. At each it completes (2) with the chunk's own pairs so far. The softmax is an online
-one, because everything attended to before is one more pair, of score lse and value out. After
-(2) come (3) to (5).
+A step has two parts, here with the numbers of model_rt.py's equations. The first part takes all
+positions of a chunk at once. It computes (1), and attention to the temporary pair and to the pairs
+of all earlier chunks. This gives out and lse, the logarithm of the sum of e^score. The second part
+goes through the positions. At each it completes (2) with the pairs that earlier positions of the
+chunk made. For this, all keys that the first part attended to count as one more pair, of score lse
+and value out, as in an online softmax. After (2) come (3) to (5).
 
 The weights of n1 and n2 are folded into the matrices behind these norms. For Wk and Wv this is
 right only if (5) applies n1 as (1) does, and so the wavefront needs kv_norm=true.
 
 The first half of this file is the forward pass, which can be read alone. The second half is the
 backward pass, written by hand, with its equations. The end has what belongs to no equation: the
-autograd function, CUDA graphs, and the choice between this file's code for the pieces of a
-position and rt_triton.py's.
+autograd function, CUDA graphs, and PLAIN, this file's code for those pieces of a position for
+which rt_triton.py has kernels.
 
 The schedule is ours. Three ideas are the paper's: only x and y of each layer are saved for the
 backward pass (section 6.1), CUDA graphs (6.2), and a reverse loop that has (B1) to (B6) alone
 (6.4).
 
-Letters: those of model_gpt.py, and S keys of the cache; K positions of a chunk, P positions of
-any number; A layers active in a step; M width of the MLP; Q = H / G query heads that share a key
-head; Z = A B G key heads of all rows and active layers.
+Letters, beside those of model_gpt.py (here S is the number of cached keys alone):
+
+    K  positions of a chunk             Q  query heads that share a key head, H / G
+    P  positions, any number            Z  key heads of all rows and active layers, A B G
+    A  layers active in a step          M  width of the MLP
+
+    l  a layer, c a chunk, s = l + c a step; i a query's position, j a key's, both in a chunk
 """
 import math
 from collections import namedtuple
@@ -54,12 +58,13 @@ from model_gpt import alibi_slopes, apply_rope, attention_bias, compute_dtype, r
 
 # ---- the forward pass ----
 
-@torch.no_grad()  # graphs.Graph turns gradients on, and a recording would keep what they need
+@torch.no_grad()  # autograd has no part in this, because backward_pass is written by hand
 def forward_pass(wave, x, *weights, pairs=None):
-    """Run all layers on x (B, T, C). Return [states], a list for graphs.replay. states[l]
-    (length, B, C) is the input of layer l and the output of layer l - 1.
-    pairs: a buffer whose first S keys are given, and that gets the new ones. Without it they are
-    kept during this pass only, because the backward pass computes them again."""
+    """Run all layers on x (B, T, C). Return [states], a list because graphs.replay wants one.
+    states[l] (length, B, C) is the input of layer l and the output of layer l - 1.
+    pairs is a buffer whose first S keys and values are given, and this pass writes the new ones
+    behind them. Without it (None) the pairs are kept during this pass only, because the backward
+    pass computes them again."""
     w = Weights(*weights).to(wave.dtype)
     if pairs is None:
         pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
@@ -72,8 +77,8 @@ def forward_pass(wave, x, *weights, pairs=None):
 
 
 def forward_step(wave, states, pairs, w, step):
-    """Run one chunk of each active layer. It is read from states, and its outputs and persistent
-    pairs are written to states and pairs. w: the weights of the active layers."""
+    """Run one chunk of each active layer. The chunk is read from states, and its outputs and
+    persistent pairs are written to states and pairs. w has the weights of the active layers."""
     eps, pieces, w_kv = wave.cfg.norm_eps, wave.pieces, w.qkv[:, wave.kv]
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     x = wave.diagonal(states[:-1], step, 1)                                      # (A, K, B, C)
@@ -104,8 +109,8 @@ Step = namedtuple("Step", "s lo hi")  # chunk s - l of layers lo <= l < hi
 class Wavefront:
     """Sizes, tables and what the passes share, for L layers over x (B, T, C) after S cached keys.
     The passes hold states (L + 1, length, B, C) and pairs (2, L, B, G, S + length, D), which are
-    k and v. Layer l reads states[l] and writes states[l + 1] and pairs[:, l]. length is T in whole
-    chunks. The padding stands behind all tokens, so that no token attends to it."""
+    k and v. Layer l reads states[l] and writes states[l + 1] and pairs[:, l]. length is T rounded
+    up to whole chunks. The padding stands behind all tokens, so that no token attends to it."""
 
     def __init__(self, cfg, x, L, S=0):
         self.cfg, self.L, self.S = cfg, L, S
@@ -117,8 +122,8 @@ class Wavefront:
         self.steps = [Step(s, lo=max(0, s + 1 - chunks), hi=min(L, s + 1))
                       for s in range(chunks + L - 1)]
         self.kv = slice(self.H * self.D, None)  # Wk and Wv in the rows of qkv
-        self.dtype = compute_dtype(x)  # products have autocast's dtype where it is on
-        self.wide = torch.promote_types(x.dtype, torch.float32)  # sums have this one
+        self.dtype = compute_dtype(x)  # of products: autocast's where it is on
+        self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums: float32 or better
         self.pieces = PLAIN
         if kernels.runs_triton(x.device, self.dtype):
             import rt_triton  # only GPUs need it
@@ -128,7 +133,7 @@ class Wavefront:
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
-        # Each chunk has its start, and q_pos, k_pos and slopes for attend_by_position.
+        # For each chunk: its start, and (q_pos, k_pos, slopes) for attend_by_position.
         self.starts = [(start, (self.pos[start:start + self.K], self.pos[:start], self.slopes))
                        for start in range(S, S + self.length, self.K)]
         # In a chunk the bias, (H or 1, K, K), is ALiBi's, and -inf unless the key is earlier.
@@ -137,8 +142,8 @@ class Wavefront:
         self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
         if cfg.pos == "rope":
             tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
-            # They are (L, length, 1, 1, D / 2), by repeat and not by expand, because diagonal
-            # makes the stride over layers smaller, and an expanded one is 0.
+            # The tables become (L, length, 1, 1, D / 2), by repeat and not by expand, because
+            # diagonal makes the stride over layers smaller, and an expanded stride is 0.
             self.tables = [table[:, None, None].repeat(L, 1, 1, 1, 1) for table in tables]
 
     def diagonal(self, buffer, step, dim):
@@ -151,7 +156,7 @@ class Wavefront:
             layer 1      4   5  [6]  7
             layer 2      8  [9] 10  11
 
-        From each to the next it is one layer on and one chunk back, 4 - 1 places. So the chunks
+        From each of these to the next it is one layer on and one chunk back, 4 - 1 places. So they
         are a view whose stride over layers is smaller by a chunk, and a pass can write to it."""
         s, lo, hi = step
         shape, stride = list(buffer.shape), list(buffer.stride())
@@ -176,8 +181,8 @@ class Wavefront:
         return (q, k, v), (x_parts, q_parts, k_parts)
 
     def outside(self, q, k_temp, v_temp, pairs, step):
-        """Attention of a chunk's queries to their temporary pairs and all earlier chunks. Return
-        out (A, B, H, K, D) and lse (A, B, H, K)."""
+        """Return out (A, B, H, K, D) and lse (A, B, H, K) of a chunk's queries after they have
+        attended to their temporary pairs and to all earlier chunks."""
         score, found = (q * k_temp).sum(-1) * self.scale, []  # the temporary pair's
         for n, l in enumerate(range(step.lo, step.hi)):
             start, positions = self.starts[step.s - l]
@@ -188,8 +193,9 @@ class Wavefront:
         return out, lse
 
     def by_position(self, q, out, lse):
-        """Return q / sqrt(D), out and lse, (A, B, H, K, .), as (Z, K, Q, .). The Q queries of a
-        position that share a key are rows of one matrix, so that a bmm over Z has all of them."""
+        """Return q / sqrt(D), out and lse, (A, B, H, K, .), as (Z, K, Q, .). At each position the
+        Q queries that share a key head are rows of one matrix, so that one bmm over Z takes the
+        queries of all heads, rows and layers."""
         rows = (q.to(out.dtype) * self.scale, out, lse[..., None])
         shape = (-1, self.H // self.G, self.K)
         return [x.reshape(*shape, x.size(-1)).contiguous().transpose(1, 2) for x in rows]
@@ -205,13 +211,15 @@ class Weights(NamedTuple):
     nk: torch.Tensor    # (L, 1, G D)
 
     def to(self, dtype):
-        """Return them with the matrices in dtype. nq and nk multiply in float32."""
+        """Return the weights with the matrices in dtype. nq and nk keep theirs, because they
+        multiply what a norm gives, in float32 or better."""
         *matrices, nq, nk = self
         return Weights(*(matrix.to(dtype) for matrix in matrices), nq, nk)
 
 
 def stack_weights(cfg, blocks):
-    """Return the weights of blocks. Gradients flow back to each layer's own parameters."""
+    """Return the Weights of blocks. Autograd takes their gradients back to each layer's own
+    parameters."""
     layers = []
     for b in blocks:
         qkv = torch.cat([b.wq.weight, b.wk.weight, b.wv.weight]) * b.norm1.weight
@@ -224,8 +232,8 @@ def stack_weights(cfg, blocks):
 
 
 def product(x, w):
-    """Return W x for rows x (A, n, in) and w (A, out, in) of one dtype. product(d, w.mT) is
-    W.T d."""
+    """Return W x for each row of x (A, n, in), where w (A, out, in) has each layer's W, in the
+    dtype of x. product(d, w.mT) is W.T d."""
     return torch.bmm(x, w.mT)
 
 
@@ -249,12 +257,13 @@ def heads(rows, weight, rope, eps, B, D):
 
 
 def each_position(tensors, K):
-    """Return a list that has, for each of K positions, its slices of tensors (A, K n, ...)."""
+    """Return a list over K positions. For each it has the slices (A, n, ...) of the tensors
+    (A, K n, ...), in which each position has n rows."""
     return [*zip(*(x.split(x.size(1) // K, 1) for x in tensors))] or [()] * K
 
 
 def read_pairs(q, k, v, bias, lse, out):
-    """Return the attention a (Z, Q, D) of q (Z, Q, D), divided by sqrt(D), to i pairs k, v
+    """Return the attention a (Z, Q, D) of q (Z, Q, D), already divided by sqrt(D), to i pairs k, v
     (Z, i, D), with bias (H or 1, i), and to one more pair of score lse (Z, Q, 1) and value out
     (Z, Q, D)."""
     if not k.size(1):
@@ -291,13 +300,13 @@ def write_pair(k_out, v_out, rows, weight, rope, eps):
 #     dkv                    gradients of Wk n1(y) beside Wv n1(y)
 #     dqkv                   gradients of Wq n1(x), Wk n1(x) and Wv n1(x) beside each other
 #     x_parts, y_parts       n and r of n1 at x (J_x) and at y (J_y)
-#     z_parts                of n2 at z (J_z)
-#     q_parts                of nq at Wq n1(x), before RoPE; J_q has both. () without QK-norm
-#     k_parts, k_temp_parts  of nk at Wk n1(y) (J_k) and at Wk n1(x) (J_k^)
+#     z_parts                n and r of n2 at z (J_z)
+#     q_parts                n and r of nq at Wq n1(x) (J_q); () without QK-norm
+#     k_parts, k_temp_parts  n and r of nk at Wk n1(y) (J_k) and at Wk n1(x) (J_k^)
 #     k_temp, v_temp         k^, v^
 #
 # The forward pass saved the states only, so the persistent pairs of all layers are computed again
-# from y. Then the steps run in reverse. This is what comes to a chunk, and what it leaves:
+# from y. Then the steps run in reverse. The picture has what comes to a chunk, and what it leaves:
 #
 #                         dy, in d_states, from the layer above
 #                          |
@@ -309,7 +318,8 @@ def write_pair(k_out, v_out, rows, weight, rope, eps):
 #
 # A step has three parts. `recompute` computes again, for all positions at once, (1), the weights
 # p_ij of attention, a, and u. `reverse_loop` goes from the chunk's last position j to its first.
-# When it comes to j, it has da_i and delta_i of all later positions i. M.T is M transposed.
+# When it comes to j, it has da_i and delta_i of all later positions i of the chunk. W.T is W
+# transposed.
 #
 #     ds_ij = p_ij (da_i . v_j - delta_i)                                         (B1)
 #     dk_j  = sum_{i > j} ds_ij q_i / sqrt(D)    dv_j = sum_{i > j} p_ij da_i     (B2)
@@ -326,8 +336,9 @@ def write_pair(k_out, v_out, rows, weight, rope, eps):
 #     dx_i  = dz_i + J_x.T (Wq.T J_q.T dq_i + Wk.T J_k^.T dk^_i + Wv.T dv^_i)     (B9)
 #     dW    = sum_i (gradient of W's output)_i (W's input)_i.T                    (B10)
 #
-# J are the Jacobians of norms. A norm without a weight is n = x r, with
-# r = 1 / sqrt(mean(x^2) + eps), and it has
+# J are the Jacobians of norms. J_q, J_k and J_k^ are those of nq or nk and of the RoPE after it, as
+# far as the model has them. A norm without a weight is n = x r, where r is
+# 1 / sqrt(mean(x^2) + eps). Its Jacobian gives
 #
 #     J.T dn = r (dn - n mean(dn n))                                              (B11)
 #
@@ -375,8 +386,8 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
 
 
 def recompute(wave, x, y, pairs, d_pairs, w, step):
-    """Return what the gradients need of the forward pass, from rows x and y (A, K B, C). k_parts
-    need (5) once more, because pairs holds the results alone."""
+    """Return what the gradients need of the forward pass, from rows x and y (A, K B, C). For
+    k_parts (5) is computed once more, because pairs holds only its results."""
     eps, dtype = wave.cfg.norm_eps, wave.dtype
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     temp, (x_parts, q_parts, k_temp_parts) = wave.temporary(x, w, rope)  # q, k^, v^
@@ -394,7 +405,7 @@ def recompute(wave, x, y, pairs, d_pairs, w, step):
 
 def reverse_loop(wave, chunk, dy, w):
     """Run (B1) to (B6) from the last position to the first. Return g, du, dz and dkv, rows
-    (A, K B, .). da and delta are left in chunk.attention. g_low and dz_low are g and dz in the
+    (A, K B, .), and leave da and delta in chunk.attention. g_low and dz_low are g and dz in the
     dtype of products."""
     pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv]
     ropes, y_parts, z_parts, k_parts, rows = (each_position(tensors, wave.K) for tensors in (
@@ -418,10 +429,10 @@ def input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step):
     """Run (B7) to (B9) for all positions. Return dx and dqkv, rows (A, K B, .). This also adds to
     the gradients of nq and nk, and to d_pairs of earlier chunks."""
     attention, rope = chunk.attention, chunk.rope
-    dq, dk, dv = outside_backward(wave, *chunk.temp, attention, pairs, d_pairs, step)
+    dq, *d_temp = outside_backward(wave, *chunk.temp, attention, pairs, d_pairs, step)
     dq = dq + attention.query_grad()  # (B7)
-    dk, dv = (d.unflatten(2, (wave.G, -1)).sum(3) for d in (dk, dv))  # Q queries share a pair
-    dq, dk_temp, dv = (d.permute(0, 3, 1, 2, 4) for d in (dq, dk, dv))  # (A, K, B, heads, D)
+    d_temp = (d.unflatten(2, (wave.G, -1)).sum(3) for d in d_temp)  # Q queries share a pair
+    dq, dk_temp, dv_temp = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))  # (A, K, B, heads, D)
     dk = attention.dk.view(wave.K, -1, wave.B, wave.G, wave.D).transpose(0, 1)
     dq, dk, dk_temp = (rotated_back(d, rope) for d in (dq, dk, dk_temp))
     if chunk.q_parts:
@@ -429,20 +440,21 @@ def input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step):
                                 (grads.nk, dk_temp, chunk.k_temp_parts)):
             grad += (d * n).sum(1, keepdim=True)
     dq = heads_backward(dq, w.nq, chunk.q_parts)
-    dk = heads_backward(dk_temp, w.nk, chunk.k_temp_parts)
-    dqkv = torch.cat([dq, dk, dv.flatten(3).flatten(1, 2)], -1).to(wave.dtype)
+    dk_temp = heads_backward(dk_temp, w.nk, chunk.k_temp_parts)
+    dqkv = torch.cat([dq, dk_temp, dv_temp.flatten(3).flatten(1, 2)], -1).to(wave.dtype)
     return dz + norm_backward(product(dqkv, w.qkv.mT), *chunk.x_parts), dqkv  # (B9)
 
 
 def outside_backward(wave, q, k_temp, v_temp, attention, pairs, d_pairs, step):
-    """Return dq, dk^, dv^ (A, B, H, K, D) of wave.outside, and add to d_pairs. a, lse and da of
-    attention are those of all keys, as attend_by_position_backward wants them."""
+    """Return dq, dk^, dv^ (A, B, H, K, D) of wave.outside, and add to d_pairs. a, lse and da are
+    those of attention to all keys, and not of outside alone, because
+    attend_by_position_backward wants them so."""
     a, lse, da = attention.a, attention.lse, attention.by_head(attention.da_rows)
     p = torch.exp((q * k_temp).sum(-1) * wave.scale - lse)[..., None]
     ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), because delta is da . a
     dq, dk_temp, dv_temp = ds * k_temp * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
     a, da = a.to(wave.dtype), da.to(wave.dtype)
-    for n, l in enumerate(range(step.lo, min(step.hi, step.s))):  # nothing is before chunk 0
+    for n, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has no earlier keys
         start, positions = wave.starts[step.s - l]
         keys, values = pairs[:, l, :, :, :start]
         new = kernels.attend_by_position_backward(
@@ -457,11 +469,11 @@ class ChunkAttention:
     """Attention of a chunk's queries q (A, B, H, K, D), for the backward pass.
 
     __init__ completes wave.outside's out and lse with the chunk's own pairs k, v (A, B, G, K, D),
-    for all positions at once. dk and dv, of the same shape, are what later chunks have added to
+    for all positions at once. dk and dv, in the same shape, are what later chunks have added to
     the gradients of these pairs. Then kv_grad and write_query_grad are called position by position.
 
     A bmm over Z has the K Q queries that share a key head as rows. Position i has the rows i Q to
-    (i + 1) Q, so that all queries later than a key stand behind each other."""
+    (i + 1) Q - 1, so that the queries later than a key are the last rows."""
 
     def __init__(self, wave, q, out, lse, k, v, dk, dv):
         A, B, H, K, D = self.shape = q.shape
@@ -533,15 +545,15 @@ def pair_backward(dk, dv, weight, rope, parts, dtype):
 
 
 def rotated_back(d, rope):
-    """Return d (A, P, B, heads, D), the gradient of what heads gave, as rows (A, P B, heads D)
-    before RoPE."""
+    """Return the gradient before RoPE as rows (A, P B, heads D), from d (A, P, B, heads, D), the
+    gradient of the result of `heads`."""
     if rope:
         d = apply_rope(d, rope[0], -rope[1])
     return d.flatten(3).flatten(1, 2)
 
 
 def heads_backward(rows, weight, parts):
-    """Return the gradient before nq or nk, from the rows of rotated_back."""
+    """Return the gradient before nq or nk, from that after it, the rows of rotated_back."""
     return norm_backward(rows * weight, *parts) if parts else rows
 
 
@@ -562,17 +574,17 @@ def add_norm_backward(d, dn, n, r):
 @torch.compiler.disable  # it would unroll the loop over positions
 def run_layers(cfg, blocks, x):
     """Run the layers `blocks` on x (B, T, C) -> (B, T, C), differentiably."""
-    if cfg.pos == "rope" and x.size(1) > cfg.block_size:  # a cache counts its tokens itself
+    if cfg.pos == "rope" and x.size(1) > cfg.block_size:  # prefill's are checked by the cache
         raise ValueError(f"{x.size(1)} tokens are more than block_size={cfg.block_size}")
     return Layers.apply(cfg, x, *stack_weights(cfg, blocks))
 
 
 def prefill(cfg, blocks, x, past):
     """Run the layers on x (B, T, C) after S cached keys. Return y (B, T, C) and the new k, v
-    (L, B, G, T, D). past: the cached k (B, G, S, D) of each layer, then v. There are no gradients,
-    and no CUDA graph, because lengths differ from call to call."""
+    (L, B, G, T, D). past is a list of the cached k (B, G, S, D) of all layers, then of their v.
+    There are no gradients. There is no CUDA graph, because lengths differ from call to call."""
     S = past[0].size(2)
-    wave = Wavefront(cfg, x, len(blocks), S)  # it takes autocast's dtype, which then is off
+    wave = Wavefront(cfg, x, len(blocks), S)  # made before autocast, whose dtype it takes, is off
     with torch.autocast(x.device.type, enabled=False):
         pairs = torch.stack(past).to(wave.dtype).unflatten(0, (2, -1))
         pairs = F.pad(pairs, (0, 0, 0, wave.length))  # the new ones get room
@@ -582,7 +594,8 @@ def prefill(cfg, blocks, x, past):
 
 
 class Layers(torch.autograd.Function):
-    """All layers with the two passes above. It saves the states and the weights."""
+    """All layers as one function for autograd, with the two passes above. It saves the states and
+    the weights."""
 
     @staticmethod
     def forward(ctx, cfg, x, *weights):
@@ -607,7 +620,8 @@ def run(wave, function, *inputs):
     with torch.autocast(inputs[0].device.type, enabled=False):
         if not (wave.cfg.cuda_graphs and graphs.recordable(inputs[0])):
             return function(wave, *inputs)
-        # A graph keeps the wave of its first call. cfg, dtype and shapes determine a wave.
+        # A graph keeps the wave of the call that recorded it. Later waves with the same key are
+        # equal, because cfg, device, dtype and shapes determine a wave.
         key = (function, inputs[0].device, wave.dtype, str(wave.cfg),
                torch.get_float32_matmul_precision(), *((x.shape, x.dtype) for x in inputs))
         return graphs.replay(key, partial(function, wave), *inputs)
