@@ -3,14 +3,28 @@ Pieces of rt_wavefront.py in Triton, for CUDA and ROCm. TRITON_INTERPRET=1 runs 
 slowly, for tests.
 
 Between the products of a position, rt_wavefront.py has many small operations. Each function here
-computes one piece of them with one kernel. Its name and its arguments are those of the function in
-rt_wavefront.py that says what it computes. There is one program for each row of the results.
+computes one piece of them with one kernel. The function has the name and the arguments of a
+function in rt_wavefront.py, whose docstring says what both compute. There is one program for each
+row of the results.
 
-The arguments are slices of a chunk's tensors, as the loops over positions have them. These are
-contiguous, but for x, d, n and r, whose rows of one layer stand behind each other. In memory q, out
-and lse of read_pairs are (Z, Q, K, .), and q and da of add_pair_grad are (Z, K Q, D).
+The loops over positions give slices of a chunk's tensors, which are not contiguous. The kernels
+read and write them where they lie:
 
-Letters: those of rt_wavefront.py. z is a key head, x_a and x_z are strides of x over A and Z.
+    add_and_norm, add_norm_backward   x, d, n and r are one position of (A, K, B, .). The B rows of
+                                      a layer are contiguous, and x_a is the stride of x over A.
+    read_pairs                        q, out and lse are one position of (Z, Q, K, .), k and v the
+                                      first i of (Z, K, D), and bias is the start of row i of
+                                      (H or 1, K, K).
+    add_pair_grad                     q and da are the last `rows` of (Z, K Q, D), and delta those
+                                      of (Z, 1, K Q). v is one key of (Z, K, D), and p the end of
+                                      one key of (Z, K, K Q).
+    write_query_grad                  da_out and a are Q rows of (Z, K Q, D), and delta_out those
+                                      of (Z, 1, K Q).
+
+All other arguments are contiguous.
+
+Letters: those of rt_wavefront.py. z is a key head, x_a and x_z are strides of x over A and Z. l is
+the sum of an online softmax and no layer.
 """
 import torch
 import triton
@@ -18,23 +32,24 @@ import triton.language as tl
 
 from kernels_triton import narrow
 
-ROWS = tl.constexpr(32)  # a program reads so many keys or queries at once
+ROWS = tl.constexpr(32)  # a program reads at most so many keys or queries at once
 
 
 @triton.jit
 def load(ptr, at, valid):
-    """Return float32 values, with 0 where they are not valid."""
+    """Return the values at ptr + at in float32, and 0 where valid is false."""
     return tl.load(ptr + at, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store(ptr, at, x, valid):
-    """Write x in the dtype of ptr."""
+    """Write x to ptr + at in the dtype of ptr, where valid is true."""
     tl.store(ptr + at, narrow(x, ptr.dtype.element_ty), mask=valid)
 
 
 def launch(kernel, programs, *arguments, width):
-    """Run so many programs on rows of this width, which is the kernel's last argument."""
+    """Run `programs` programs of a kernel, each on rows of this width, C or D. The width is the
+    last of the arguments before BLOCK, which is the next power of two."""
     with torch.cuda.device_of(arguments[0]):  # Triton takes the current device
         kernel[programs,](*arguments, width, BLOCK=triton.next_power_of_2(width))
 
@@ -79,8 +94,9 @@ def add_norm_backward(d, dn, n, r):
 @triton.jit
 def read_pairs_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, out_ptr, a_ptr, i, K, Q, HEADS, D,
                       BLOCK: tl.constexpr):
-    """The online softmax of kernels_triton.py. It starts with the pair of score lse and value out,
-    so that m = lse, l = 1 and acc = out."""
+    """This is the online softmax that kernels_triton.py explains. It starts with the pair of score
+    lse and value out, so that m = lse, l = 1 and acc = out. HEADS is H, or 1 if the bias is the
+    same for all heads."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     q, acc = load(q_ptr, row * K * D + d, d < D), load(out_ptr, row * K * D + d, d < D)
     m, l = tl.load(lse_ptr + row * K), tl.full((), 1.0, tl.float32)
