@@ -6,7 +6,7 @@ reads a single state, and forgets. RAT cuts the sequence into chunks of K tokens
 recurrence sums up keys and values. Across chunks, attention reads the final state of each earlier
 chunk. With u = RMSNorm(x), token t of chunk c = t // K computes:
 
-    z_t, g_t, v_t, q_t, k_t = W_in u_t            z, g, v of width W
+    z_t, g_t, v_t, q_t, k_t = W_in u_t      z, g, v of width W = H D,  q, k of width G D
     a_t   = sigmoid(g_t + b_g)                    a forget gate for each channel of each token   (1)
     k~_t  = a_t k~_{t-1} + (1 - a_t) k_t
     v~_t  = a_t v~_{t-1} + (1 - a_t) v_t          where a chunk starts, k~_{t-1} = v~_{t-1} = 0  (2)
@@ -14,46 +14,49 @@ chunk. With u = RMSNorm(x), token t of chunk c = t // K computes:
             chunks, and to its own state k~_t, with their v~, in one softmax                     (3)
     out_t = x_t + W_o (sigmoid(z_t) * y_t)                                                       (4)
 
-So token t has c + 1 keys and not t + 1. For K = 4 queries attend to f, the final state of an
-earlier chunk, and to o, their own state:
+So token t has c + 1 keys and not t + 1. In this picture K is 4. A query attends to each f, the
+final state of an earlier chunk, and to o, its own state:
 
     token       0   1   2   3 | 4   5   6   7 | 8   9  10  11
     query 2             o     |               |
     query 5                 f |     o         |
     query 10                f |             f |         o
 
-q and k have only G groups, so that W_in is small. Head h reads group h % G. The heads of a group
-share query and key, but their states k~ differ, because each channel has its own gate. RoPE rotates
-q and k~, after the recurrence, by the number c of the chunk.
+q and k have only G groups of D channels, so that W_in is small. Head h = 0 .. H - 1 reads group
+h % G. The heads of a group share query and key, but their states k~ differ, because each of the W
+channels has a gate of its own. RoPE rotates q and k~, after the recurrence, by the number c of the
+chunk.
 
 With K = 1 this is attention whose keys and values are scaled by 1 - a, and with K = T a gated RNN.
-The baselines, and RAT-SWA:
+Config has the baselines, and the paper's hybrid RAT-SWA, too (SWA: sliding-window attention):
 
     mixer=rnn          out_t = x_t + W_o (sigmoid(z_t) * v~_t), the whole sequence is one chunk
     mixer=attention    a Transformer
     swa=w              in odd layers a token attends to w keys, its own included, with any mixer
 
-The paper does not count the token itself, so its window of 1,024 is swa=1025 here. Dropout is on
-the embeddings and on both branches of a block. This table says which function runs in a layer:
+Layers count from 0. The paper's window does not count the token itself, so its window of 1,024 is
+swa=1025 here. Dropout is on the embeddings and on both branches of a block. This table says which
+function runs in a layer:
 
     kind of layer     fast=false        fast=true         with a cache
     rat               rat_naive         rat_fast          rat_decode
     rnn               recurrence        kernels.scan      continued_states
     attention, swa    attend_tokens     attend_tokens     token_decode
 
-With a cache, rat and rnn layers run the same code for both values of fast. The other layers obey it
-in the first call alone, if that has several tokens a row, because attend_tokens runs then.
+With a cache, rat and rnn layers run the same code for both values of fast. token_decode obeys fast
+only where it calls attend_tokens: in a call into an empty cache, with several tokens a row.
 
-Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416), where K is L and the gate a is g. Three
-things are in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias b_g,
-G = 2, and that head h reads group h % G. This file differs from their code in these points:
-- k~ and v~ are float32 here, and bfloat16 there.
+Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K, and g for the gate
+a. Three things are in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias
+b_g, G = 2, and that head h reads group h % G. This file differs from their code in these points:
+- k~ and v~ are float32 or better here, and bfloat16 there.
 - b_g has no weight decay here, as norms have none. There it decays, so that gates forget faster.
 - norm_eps is 1e-5 here, and 1e-6 there.
 - Decoding works from the first token on. Theirs needs a full first chunk.
 
-Letters beside those of model_gpt.py: n is the number of chunks, and W is H D. G counts the groups
-of q and k in rat layers, and key/value heads in attention and swa layers.
+Letters beside those of model_gpt.py: n is the number of complete chunks, and W is H D (W_in and W_o
+are matrices). G counts the groups of q and k in rat layers, and the key/value heads in attention
+and swa layers.
 """
 import math
 from dataclasses import dataclass
@@ -71,8 +74,8 @@ from model_gpt import (MLP, Attention, BaseConfig, LanguageModel, RMSNorm, apply
 @dataclass
 class Config(BaseConfig):
     """The kind of a layer is mixer, but odd layers are of kind swa if swa > 0. The table has the
-    keys that only some kinds read, and what RoPE counts. A model whose layers do not read a key
-    ignores it.
+    keys that only some kinds read, and what RoPE counts for each value of pos. A model whose layers
+    do not read a key ignores it.
 
         kind         keys                pos=chunk    pos=rope    pos=none
         rat          chunk, qk_groups    chunks       tokens      nothing
@@ -93,7 +96,7 @@ class Config(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         self.qk_groups = self.qk_groups or 2 - self.n_head % 2
-        # of each layer
+        # kinds has the kind of each layer.
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
         check(self)
 
@@ -101,7 +104,8 @@ class Config(BaseConfig):
 # ---- the method ----
 
 class RAT(nn.Module):
-    """It computes (1) to (4) without the residual connection (section 2.3 of the paper)."""
+    """The mixer of a rat layer. It computes (1) to (4) without the residual connection (section 2.3
+    of the paper)."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -130,13 +134,13 @@ class RAT(nn.Module):
 
 
 def rat_naive(q, k, v, a, context):
-    """(2) and (3) as they stand above. q, k, v, a (B, T, W) -> y (B, H, T, D)."""
+    """Compute (2) and (3) as they stand above: q, k, v, a (B, T, W) -> y (B, H, T, D)."""
     cfg, K, T = context.cfg, context.cfg.chunk, q.size(1)
     k_state, v_state = recurrence(a, k, K), recurrence(a, v, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (upcast(q), k_state, v_state))
     q, rotated = (apply_rope(x, *context.rope["rat"]) for x in (q, k_state))
-    key = torch.arange(T, device=q.device)
-    query = key[:, None]
+    key = torch.arange(T, device=q.device)                  # (T,) the keys' tokens
+    query = key[:, None]                                    # (T, 1) the queries' tokens
     final = (key % K == K - 1) & (key // K < query // K)    # f of the picture
     own = key == query                                      # o of the picture
     bias = torch.where(final | own, 0.0, -math.inf)         # (T, T)
@@ -144,7 +148,8 @@ def rat_naive(q, k, v, a, context):
 
 
 def recurrence(a, x, K):
-    """Return the states (2) after each token, (B, T, W), of a and x (B, T, W)."""
+    """Return the states (2) of a and x (B, T, W), h_t = a_t h_{t-1} + (1 - a_t) x_t, as (B, T, W).
+    Every K tokens they start again from 0."""
     states, h = [], 0
     for t, (a_t, x_t) in enumerate(zip(a.unbind(1), x.unbind(1))):
         h = 0 if t % K == 0 else h
@@ -167,8 +172,8 @@ def initial_gate_bias(W, steps):
 
 
 class Context:
-    """The layers of a call share all this. rope has the kinds of layers that the model has, but
-    rnn, which has no RoPE.
+    """The layers of a call share all this. rope has an entry for each kind of layer that the model
+    has, except rnn, which has no RoPE.
 
         pos (B or 1, T)         the positions of the tokens
         chunk_of (B or 1, T)    the numbers of their chunks
@@ -181,19 +186,19 @@ class Context:
         self.pos = torch.arange(x.size(1), device=x.device)[None] if pos is None else pos
         self.chunk_of = self.pos // cfg.chunk
         token, none = self.pos, 0 * self.pos  # where all positions are 0, nothing is rotated
-        count = dict(  # the table of Config
+        count = dict(  # what RoPE counts: the table of Config
             rat=dict(chunk=self.chunk_of, rope=token, none=none)[cfg.pos],
             attention=none if cfg.pos == "none" else token, swa=token)
-        self.rope = {kind: rope_tables(pos[:, None], cfg.head_size, cfg.rope_theta, x.dtype)
-                     for kind, pos in count.items() if kind in cfg.kinds}
+        self.rope = {kind: rope_tables(number[:, None], cfg.head_size, cfg.rope_theta, x.dtype)
+                     for kind, number in count.items() if kind in cfg.kinds}
 
 
 # ---- the fast path ----
 
 def rat_fast(q, k, v, a, context):
-    """Return the same as rat_naive. scan is the recurrence, and (3) is computed in two parts: the
-    final states are the same for all queries, so that their scores are a matrix product, but each
-    query has its own state."""
+    """Return the same as rat_naive. kernels.scan computes the recurrence. (3) is computed in two
+    parts: the final states are the same for all queries, so that their scores are a matrix product,
+    but the own state is another one for each query."""
     cfg, K = context.cfg, context.cfg.chunk
     k_state, v_state = kernels.scan(a, k, K), kernels.scan(a, v, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
@@ -204,15 +209,16 @@ def rat_fast(q, k, v, a, context):
 
 
 def read_states(q, k_state, v_state, final_k, final_v, context):
-    """Return (3) from q and the own states (B, H, T, D), all before RoPE, and from the final states
-    of chunks 0 .. n - 1 (B, H, n, D), which RoPE has rotated. The own state is one more key of its
-    query, whose score is given."""
+    """Return (3), (B, H, T, D), from q and the own states k_state and v_state (B, H, T, D), which
+    are not rotated, and from the final states of chunks 0 .. n - 1 (B, H, n, D), whose keys are
+    rotated. kernels.attend_by_position takes the own state as one more key of its query, and its
+    score as it is."""
     # A query and its own state have the same angle, so their score needs no RoPE.
     own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
     final_k, final_v, v_state = (x.to(q.dtype) for x in (final_k, final_v, v_state))
-    # The positions of the keys are the numbers of their chunks, 0 .. n - 1. A query attends to
-    # those before its chunk.
+    # The keys have the numbers of their chunks, 0 .. n - 1, as positions. A query has the number of
+    # the chunk before its own, so that it attends to all earlier chunks.
     before = (context.chunk_of - 1).int().squeeze(0)  # (T,) or (B, T)
     own = own_score, v_state
     return kernels.attend_by_position(q, final_k, final_v, q_pos=before, own=own)[0]
@@ -234,7 +240,7 @@ class RNN(nn.Module):
         """Return W_o (sigmoid(z) * v~), (B, T, C), from u (B, T, C)."""
         z, g, v = self.w_in(u).chunk(3, -1)
         a, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
-        if isinstance(context, CachedContext):  # all that fits into the cache is one chunk
+        if isinstance(context, CachedContext):  # one chunk is as long as the cache
             [h] = continued_states(a, [v], layer, context, context.cache.max_len)
         else:
             h = (kernels.scan if self.fast else recurrence)(a, v, v.size(1))
@@ -242,7 +248,8 @@ class RNN(nn.Module):
 
 
 class TokenAttention(Attention):
-    """model_gpt's Attention. It reads all earlier tokens, or those in a window (swa)."""
+    """This is model_gpt's Attention with this file's context. A token attends to all earlier
+    tokens, or to those in a window (swa)."""
 
     def forward(self, u, layer, context):
         """Return W_o Attention(...), (B, T, C), from u (B, T, C)."""
@@ -266,16 +273,16 @@ def attend_tokens(q, k, v, layer, context):
 
 
 # ---- decoding ----
-# Each kind of layer has a function for one new token a row, and another for several of them, which
-# are pieces of a prompt:
+# A call brings one new token a row, or several, which are a prompt or a piece of one. This table
+# says which functions a layer calls for them:
 #
 #     new tokens a row          rat                              rnn                 attention, swa
 #     one                       continued_states, decode_one     continued_states    decode_one
 #     several, empty cache      continued_states, read_states    continued_states    attend_tokens
 #     several, after others     continued_states, read_states    continued_states    attend_cached
 #
-# Only the last row, text that comes in several pieces, needs scan from a cached state and
-# attend_cached. Who wants to know how a token is decoded may skip it.
+# Only the last row, a prompt that comes in several pieces, needs attend_cached and a scan that
+# starts from a cached state. A reader who wants to know how a token is decoded may skip these two.
 
 class Cache(KVCache):
     """Each kind of layer has slots of its own. A row has these after 10 tokens that came one by
@@ -286,10 +293,11 @@ class Cache(KVCache):
         swa, 6 slots      6    7    8    9    4    5  |  bin
         attention         0    1    2    3    4    5    6    7    8    9    .    .  |  bin
 
-    A rat layer has a slot for each chunk. f0 and f1 are final states. o9 is the state of token 9,
-    which is not final; if token 9 came with others, it is not stored, and slot 2 is empty. An
-    attention layer has a slot for each token. A window is a ring, in which token t has slot
-    t % n_slots. Padding goes to the last slot, the bin, which is never read.
+    A rat layer has a slot for each chunk. f0 and f1 are the final states of chunks 0 and 1. o9 is
+    the state of token 9, which is not final. If token 9 had come in one call with other tokens, its
+    state would stand in no slot, and slot 2 would be empty. An attention layer has a slot for each
+    token. The slots of a swa layer are a ring, in which token t has slot t % n_slots. Padding goes
+    to the last slot, the bin, which is never read.
 
         k[layer], v[layer]    (B, H or G, n_slots[kind] + 1, D), keys after RoPE; H in rat layers
         state[layer]          k~ and v~ of the last token before RoPE, (B, 2, W); rnn: v~, (B, 1, W)
@@ -297,7 +305,7 @@ class Cache(KVCache):
     The recurrence goes on from state. The cache is for the first n_layer layers (None: for all)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
-        super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)  # makes lengths only
+        super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)  # no k and v
         H, G, D = cfg.n_head, cfg.kv_heads, cfg.head_size
         self.n_slots = dict(rat=math.ceil(max_len / cfg.chunk), attention=max_len,
                             swa=min(cfg.swa, max_len), rnn=0)
@@ -309,7 +317,7 @@ class Cache(KVCache):
             self.v = [torch.zeros_like(k) for k in self.k]
             self.state = [upcast(zeros(n_states[kind], H * D)) for kind in kinds]
 
-    def buffers(self):  # KVCache resets and measures these, all but the bins
+    def buffers(self):  # KVCache resets and measures these; the bins are not among them
         return [x[:, :, :-1] for x in self.k + self.v] + self.state
 
     def fill(self, layer, k, v, at, padding):
@@ -318,23 +326,23 @@ class Cache(KVCache):
         if padding is not None:
             at = at.masked_fill(padding, -1)
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            new = new.transpose(1, 2)  # (B, T, heads, D), as torch has it on the left
+            new = new.transpose(1, 2)  # (B, T, heads, D), because torch indexes to this shape
             buffer[self.rows, :, at] = new.to(buffer.dtype)
 
 
 class CachedContext(Context):
-    """The Context of a call with a cache has two more things. newest is there for one token a row,
-    and otherwise empty.
+    """The Context of a call with a cache. It adds to Context:
 
+        cache, slots      the Cache, and what its place returns for the T new tokens a row
         padding (B, T)    whether a token is padding; None where all rows are alike
-        newest            {kind of layer: what newest_slot returns}"""
+        newest            {kind of layer: what newest_slot returns}; empty unless T = 1"""
 
     def __init__(self, cfg, cache, T, n_valid=None):
         self.cache, self.slots, self.padding = cache, cache.place(T, n_valid), None
         like = cache.lengths.new_empty(0, dtype=cache.dtype)
         super().__init__(cfg, like, self.slots.pos)  # padding has some position inside the cache
         if self.slots.at is not None:  # rows may differ
-            self.padding = self.slots.at == cache.max_len  # there place puts padding
+            self.padding = self.slots.at == cache.max_len  # place gives this slot to padding
         self.newest = {kind: newest_slot(kind, self) for kind in self.rope if T == 1}
 
 
@@ -342,8 +350,8 @@ def newest_slot(kind, context):
     """Return the slot of one new token a row, (B or 1, 1), and what it attends to: the first S
     slots, with a bias or None. These are the slots that its row has filled, or the whole ring."""
     cfg, cache, n_slots = context.cfg, context.cache, context.cache.n_slots[kind]
-    # K tokens share a slot. number is that of the new token's slot. In a ring numbers go on, so
-    # that slot 0 is also number n_slots.
+    # K tokens share a slot. number counts slots as if there were no ring. In a ring of n_slots,
+    # number n_slots is slot 0 again.
     K, number = (cfg.chunk, context.chunk_of) if kind == "rat" else (1, context.pos)
     S = n_slots if cache.static else min(cache.longest // K + 1, n_slots)  # of the longest row
     bias = None
@@ -361,8 +369,8 @@ def rat_decode(q, k, v, a, layer, context):
     if q.size(2) == 1:
         # The own state goes to the slot of its chunk, so that (3) is attention to all filled slots.
         return decode_one(apply_rope(q, *context.rope["rat"]), rotated, v_state, layer, context)
-    # Only final states are stored. A state that is not final is read by its own token alone: here
-    # queries attend to the slots of chunks before their own, and these have their final states.
+    # Only final states are stored. A state that is not final is read by its own token alone,
+    # because queries attend here to the slots of chunks before their own, which hold final states.
     at = torch.where(context.pos % K == K - 1, context.chunk_of, -1)
     cache.fill(layer, rotated, v_state, at, context.padding)
     final_k, final_v = cache.k[layer][:, :, :-1], cache.v[layer][:, :, :-1]
@@ -371,7 +379,7 @@ def rat_decode(q, k, v, a, layer, context):
 
 def continued_states(a, xs, layer, context, K):
     """Return the states (2) of each of xs, (B, T, W), after the cached states, and cache the last
-    ones. (2) is h_t = gate h_{t-1} + (1 - a) x_t, where gate is a, or 0 where a chunk starts."""
+    ones. (2) is h_t = gate h_{t-1} + (1 - a) x_t, where gate is a, but 0 where a chunk starts."""
     cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
     starts = context.pos[..., None] % K == 0
     gate = a.masked_fill(starts, 0)
@@ -382,8 +390,8 @@ def continued_states(a, xs, layer, context, K):
         return cached.split(1, 1)
     if cache.longest:
         # A chunk may start at any token, and in each row at another one. So scan takes the T tokens
-        # as one chunk that goes on from the cached state, with gates that are 0 where a chunk
-        # starts. There it would compute 0 h + (1 - 0) x, and as (2) has (1 - a) x, x is scaled.
+        # as one chunk that goes on from the cached state. It gets gate instead of a. Where a chunk
+        # starts, scan then computes 0 h + (1 - 0) x. So x is multiplied by the 1 - a of (2) before.
         xs = [torch.where(starts, (1 - a) * x, x) for x in xs]
         states = [kernels.scan(gate, x, T, h) for x, h in zip(xs, cached.unbind(1))]
     else:
@@ -420,12 +428,13 @@ def attend_cached(q, k, v, layer, context):
     """Return the attention of T tokens to cached tokens and to themselves. n_slots serves as their
     window: in swa it is the window, and in attention max_len, so that all tokens are visible."""
     cache, pos, n_slots = context.cache, context.pos, context.cache.k[layer].size(2) - 1
-    n_old = min(cache.longest, n_slots)  # so many cached tokens are read
+    n_old = min(cache.longest, n_slots)  # how many cached tokens are read
     k_pos = pos[:, :1] + torch.arange(-n_old, k.size(2), device=k.device)
     slots = k_pos[:, :n_old] % n_slots
     old = [x[layer][cache.rows, :, slots].transpose(1, 2) for x in (cache.k, cache.v)]
     k, v = (torch.cat([x.to(k.dtype), new], 2) for x, new in zip(old, (k, v)))
-    # A shorter row has negative positions, which hold no tokens. They move out of every window.
+    # In a row with fewer than n_old tokens the first k_pos are negative and stand for no token.
+    # They become -n_slots, which is in no query's window.
     k_pos = k_pos.masked_fill(k_pos < 0, -n_slots)
     q_pos, k_pos = (p.int().squeeze(0) for p in (pos, k_pos))
     return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=n_slots)[0]
@@ -434,7 +443,7 @@ def attend_cached(q, k, v, layer, context):
 # ---- the model ----
 
 class Block(nn.Module):
-    """One layer has a mixer of its kind and an MLP, each after a norm."""
+    """One layer. It has a mixer of its kind and an MLP, each after a norm."""
 
     def __init__(self, cfg, layer):
         super().__init__()
@@ -464,7 +473,8 @@ class Model(LanguageModel):
         return Cache(self.cfg, *self.cache_sizes(batch_size, max_len))
 
     def mixer_flops(self):
-        """A key costs 12 W. The keys of token t are averaged over t. Recurrences do not count."""
+        """Return a token's FLOPs in attention. A key costs 12 W in a layer. The numbers of keys are
+        averaged over the tokens of a sequence. Recurrences do not count."""
         cfg, T = self.cfg, self.cfg.block_size
         keys = dict(rnn=0, attention=visible_keys(T), swa=visible_keys(T, cfg.swa))
         keys["rat"] = sum(t // cfg.chunk + 1 for t in range(T)) / T
