@@ -1,7 +1,7 @@
 """
 LRT, the Latent Recurrent Transformer: a token reads what an upper layer made of the token before.
 
-In a Transformer, layer l knows earlier tokens only as they were before layer l, although the
+In a Transformer, layer l reads earlier tokens only as they were before layer l, although the
 previous token has already passed through all layers. LRT keeps the residual stream of each token
 after one upper layer, the source. This is the token's memory m_t. All layers of the next token
 read it, the lowest ones too:
@@ -31,9 +31,9 @@ window (pattern).
     m_t = x after the source layer, m_{-1} = 0
     logits = 15 tanh(z / 15),  z = W_head RMSNorm(x) after the last layer
 
-Numbers of equations are the paper's. No RMSNorm has a weight. alpha, beta and gamma are scalars of
-a layer and start at 1, 0.1 and 0.1. With source_norm, which is the default for more than 10 layers,
-m_t is RMSNorm(x).
+Numbers of equations are the paper's. Layers count from 1 in this text and in source=, and from 0 in
+the code. No RMSNorm has a weight. alpha, beta and gamma are scalars of a layer and start at 1, 0.1
+and 0.1. With source_norm, which is the default for more than 10 layers, m_t is RMSNorm(x).
 
 The memories form a chain: token t needs m_{t-1}, so it cannot run before token t - 1 has passed
 the source. The exact chain is T passes over one position each. Evaluation and decoding run it.
@@ -41,10 +41,12 @@ With train_path=exact training runs it, too, which is slow.
 
 Algorithm 1 (train_path=interleaved) approximates the chain, and its work is that of two passes over
 all positions. The first pass runs all positions at once with memory 0. It fills a buffer with their
-memories and with the keys and values of each layer. Then N strided subsets of the positions run
-again, one subset after the other. A subset reads the memories m_{t-1} that the buffer has at that
-time. In each layer it first replaces its keys and values in the buffer and then attends to the
-buffer. After the last layer it replaces its memories. The arrows are the memories for N = 2:
+memories and with the keys and values of each layer. (The code calls the memories m, and only the
+keys and values buffer.) Then N strided subsets of the positions run again, one subset after the
+other. Subset s has the positions s, s + N, s + 2 N, ... It reads the memories m_{t-1} that the
+buffer has at that time. In each layer it first replaces its keys and values in the buffer and then
+attends to the buffer. After the last layer it replaces its memories. The arrows are the memories
+for N = 2:
 
     position        0     1     2     3     4     5
     first pass      o     o     o     o     o     o         memory 0 for all
@@ -60,23 +62,24 @@ of all passes' cross-entropies, and gradients flow through all passes and the bu
     loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)
 
 A token of subset s reads a memory of subset s - 1, which has read one of subset s - 2, and so on
-down to the first pass, which has read none. So it has s + 1 links of the chain behind it, and N = T
-is the chain itself. The paper, where N is called S, finds the same loss with 2, 4 and 8 subsets
-(section 4.3).
+down to the first pass, which has read none. So the token has s + 1 links of the chain behind it,
+and N = T is the chain itself. The paper writes S for N, and finds the same loss with 2, 4 and 8
+subsets (section 4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
 
 There is no chain with memory=false, nor with source=0, where m_t is x0_t and does not depend on
-m_{t-1}. One pass is exact then, and asking for an approximation is an error. This table says which
-function runs. Training takes the path that train_path names, and evaluation takes exact:
+m_{t-1}. One pass is exact then, and asking for an approximation is an error. Training takes the
+path that train_path names, and evaluation takes exact. This table says which function of this file
+runs:
 
     path                                  with a chain                  without one
     exact                                 decode, into a new cache      one_pass
     exact, for gradients or fast=false    chain, K = 1                  one_pass
     chunked                               chain, K = chunk              error
     interleaved                           interleaved                   error
-    a call with a cache                   decode, a pass for a token    decode, one pass
+    a call with a cache                   decode, a pass a token        decode, one pass
     prefill=interleaved, empty cache      prefill_interleaved           error
 
 Left out are the paper's variants with older memories or means of several, with memory for keys or
@@ -92,13 +95,14 @@ is silent (their code: github.com/OoDBag/Latent_recurrent_transformer, e0d0f6e):
 - (6) Their code adds the means L_s. Here N times the mean over all recomputed positions stands for
   their sum. The two are equal if all subsets have equally many targets.
 - Sampling. Their code samples without m. Here decoding is the exact chain.
-- Wg and Wve. Muon trains them in their code, and AdamW does here.
+- Wg and Wve. Muon trains them in their code. AdamW trains them here, with optimizer=muon too.
 - RoPE rotates the other way in their code. The same numbers come from negating the second half of
   each head's rows of Wq, Wk and Wk_rec.
-- norm_eps is 1.2e-7 in their code.
+- norm_eps is 1.2e-7 in their code, and 1e-5 here.
 - Dropout, on x0 and on both branches of a block, is ours.
 
-Letters beside those of model_gpt.py: n positions of a pass, K positions of a chunk, N subsets.
+Letters beside those of model_gpt.py: n positions of a pass, K positions of a chunk, N subsets. In
+pattern=, S and L are kinds of layers and no sizes.
 """
 import math
 from dataclasses import dataclass
@@ -118,15 +122,16 @@ from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, attention_
 @dataclass
 class Config(BaseConfig):
     memory: bool = True     # false: the backbone alone, all else equal (the baseline)
-    train_path: str = choice("auto", "interleaved", "chunked", "exact")  # auto: interleaved/exact
+    # auto is interleaved where there is a chain, and exact where there is none
+    train_path: str = choice("auto", "interleaved", "chunked", "exact")
     subsets: int = 2        # N of train_path=interleaved
     chunk: int = 64         # K of train_path=chunked
-    prefill: str = choice("exact", "interleaved")  # how a prompt fills an empty cache
+    prefill: str = choice("exact", "interleaved")  # the path of a prompt into an empty cache
     source: int = -1        # m is x after this layer, from 1 (-1: 0.6 of the depth; 0: m is x0)
     source_norm: bool = None  # m is RMSNorm(x) (not given: if n_layer > 10)
     inject: str = choice("kv+residual", "kv", "residual")  # where m enters: (4), (5)
     projections: str = choice("shared", "layerwise")  # Wk_rec, Wv_rec: one pair, or one a layer
-    pattern: str = "SSSL"   # windows of the layers, repeated: S short, L all; the last layer is L
+    pattern: str = "SSSL"   # kinds of layers, repeated: S swa keys, L all; the last layer is L
     swa: int = 0            # keys that S layers attend to, own included (0: block_size / 2 + 1)
 
     # These keys change how a model is trained and prefilled, but not what its weights mean.
@@ -158,12 +163,13 @@ class Config(BaseConfig):
 
 # ---- the method: the chain, Algorithm 1, a pass ----
 # Model.hidden embeds idx into Tokens and calls one of these functions. Each makes passes over some
-# of the T positions. A pass is a run with a Context, which holds what the layers read: the Tokens
-# of its positions, their m_{t-1}, and the buffer with the keys and values of all positions so far.
+# of the T positions. A pass is a call of run with a Context, which holds what the layers read: the
+# Tokens of its positions, their m_{t-1}, and the buffer with the keys and values of all positions
+# so far.
 
 def chain(model, tokens, K):
-    """Run chunks of K positions, one after the other. K = 1 is the exact chain; without gradients
-    and with fast=true, decode computes the same. Returns x (B, T, C)."""
+    """Run chunks of K positions, one after the other, and return x (B, T, C). K = 1 is the exact
+    chain, which decode computes, too, where fast=true and no gradients are needed."""
     buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
     for start in range(0, tokens.x0.size(1), K):
         chunk = tokens.at(slice(start, start + K))
@@ -174,11 +180,11 @@ def chain(model, tokens, K):
 
 
 def interleaved(model, tokens):
-    """Run Algorithm 1. Returns x of the subsets, x of the first pass and m, (B, T, C) each, and
-    the buffer."""
+    """Run Algorithm 1. Return x as the subsets have left it, x of the first pass and m, (B, T, C)
+    each, and the buffer."""
     N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
     zero = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
-    first, m = run(model, Context(model, tokens, zero, buffer))     # which fills the buffer
+    first, m = run(model, Context(model, tokens, zero, buffer))     # this fills the buffer
     x = first   # the subsets replace all T positions of it
     for s in range(min(N, T)):
         subset = slice(s, T, N)
@@ -196,16 +202,16 @@ def shifted(m, before):
 
 
 def one_pass(model, tokens):
-    """Run all positions at once, which is exact where there is no chain. Returns x (B, T, C)."""
+    """Run all positions at once, which is exact where there is no chain. Return x (B, T, C)."""
     previous = shifted(tokens.x0, torch.zeros_like(tokens.x0[:, :1]))   # if source=0, m_t is x0_t
     return run(model, Context(model, tokens, previous, {}))[0]
 
 
 def run(model, context):
-    """Make one pass. Returns x after the last layer and the positions' own m_t, (B, n, C) each."""
+    """Make one pass. Return x after the last layer and the positions' own m_t, (B, n, C) each."""
     cfg, x, m = model.cfg, context.x0, context.x0   # m stays x0 if source=0
     for layer, block in enumerate(model.blocks):
-        x = block(x, layer, context)  # which reads m_{t-1}
+        x = block(x, layer, context)  # the block reads m_{t-1}, context.previous
         if layer + 1 == cfg.source:
             m = norm(x, cfg.norm_eps) if cfg.source_norm else x
     return x, m
@@ -214,8 +220,8 @@ def run(model, context):
 # ---- a layer: nanochat's, with the memory where inject= has it ----
 
 class Block(nn.Module):
-    """One layer, whose equations stand at the top of this file. Its Context has all that it reads
-    beside x."""
+    """One layer. Its equations stand at the top of this file, and the Context of the pass has all
+    that they read beside x."""
 
     def __init__(self, cfg, layer):
         super().__init__()
@@ -243,7 +249,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, for a gate
+        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, the gate of VE_l
         self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
         layerwise = cfg.into_kv and cfg.projections == "layerwise"
         self.rec = MemoryProjection(cfg) if layerwise else None     # else model.rec serves all
@@ -316,7 +322,7 @@ class Tokens(NamedTuple):
     pos: torch.Tensor       # (B or 1, T) positions
 
     def at(self, part):
-        """Return the Tokens of a slice of the T."""
+        """Return the Tokens of those positions that the slice `part` takes."""
         ve, rope = ([x[:, part] for x in xs] for xs in (self.ve, self.rope))
         return Tokens(self.x0[:, part], ve, rope, self.pos[:, part])
 
@@ -330,21 +336,21 @@ class Context:
     alpha, beta, gamma      the scalars of each layer
     buffer {layer: (k, v)}  the keys and values of all positions so far, (B, G, S, D) each
     subset                  in Algorithm 1 the slice of all T positions that this pass replaces
-    at_end                  whether the positions are the last n so far, in all rows"""
+    at_end                  whether the positions are the last n of the S, in all rows"""
 
     def __init__(self, model, tokens, previous, buffer, subset=None):
         self.x0, self.ve, self.rope, self.pos = tokens
         self.previous, self.buffer, self.subset = previous, buffer, subset
         self.at_end = subset is None
-        # We unbind, because indexing would add a step to the backward pass for each layer.
+        # unbind has one backward step, and indexing would have one for each layer.
         self.alpha, self.beta = model.alpha.unbind(), model.beta.unbind()
         self.gamma = model.gamma.unbind() if model.cfg.into_residual else None
         self.kv_rec = model.rec(previous) if model.rec else None
 
     def extend(self, layer, k, v):
-        """Put a layer's k, v (B, G, n, D) of this pass into the buffer. Returns those of all
+        """Put a layer's k, v (B, G, n, D) of this pass into the buffer. Return those of all
         positions so far, (B, G, S, D)."""
-        old = self.buffer.get(layer)  # None in the first pass or chunk
+        old = self.buffer.get(layer)  # old is None in the first pass or chunk
         if self.subset is not None:  # a subset replaces those of its positions
             span = self.subset.start, self.subset.stop, self.subset.step
             k, v = (torch.slice_scatter(x, new, 2, *span) for x, new in zip(old, (k, v)))
@@ -359,7 +365,7 @@ class Context:
 def attend_fast(q, k, v, context, window):
     """Return the same as the naive branch of Attention, without its mask of n x S."""
     n, S = q.size(2), k.size(2)
-    if context.at_end and n == 1:  # it attends to the last keys; [-0:] takes all of them
+    if context.at_end and n == 1:  # it attends to the last `window` keys, and [-0:] takes all
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
     if context.at_end and n == S and not window:  # the pass is causal
         return attend(q, k, v, None, fast=True)
@@ -374,13 +380,13 @@ def attend_fast(q, k, v, context, window):
 
 def decode(model, idx, cache, n_valid):
     """Run the tokens idx (B, T) that follow those of the cache, exactly: one token after the other,
-    or all in one pass where there is no chain. Returns x (B, T, C)."""
+    or all in one pass where there is no chain. Return x (B, T, C)."""
     T = idx.size(1)
     if T == 1 or not model.cfg.recurrent:
         return decode_pass(model, idx, cache, n_valid)
     cache.place(T, n_valid)     # raises if they are too many, before the first one is written
-    # Each token is a step that a GPU can replay as a graph. n_valid - t tokens of a row are left at
-    # token t. If none is left, the token is padding.
+    # Each token is a step that a GPU can replay as a graph. At token t, n_valid - t real tokens of
+    # a row are left. If none is left, the token is padding.
     step = graphs.stepper(lambda idx, n_valid: [decode_pass(model, idx, cache, n_valid)], cache)
     xs = [step(idx[:, t:t + 1], None if n_valid is None else n_valid - t)[0] for t in range(T)]
     return torch.cat(xs, 1)
@@ -388,10 +394,11 @@ def decode(model, idx, cache, n_valid):
 
 def decode_pass(model, idx, cache, n_valid):
     """Run the tokens idx (B, T) that follow those of the cache in one pass. T is 1 if there is a
-    chain. Returns x (B, T, C)."""
+    chain. Return x (B, T, C)."""
     slots = cache.place(idx.size(1), n_valid)
     tokens = model.embed(idx, slots.pos)
-    # The first token reads cache.m. Further ones are there only if m_t is x0_t or is not read.
+    # The first token reads cache.m. There are further tokens only without a chain, where m_t is
+    # x0_t or no layer reads it.
     previous = shifted(tokens.x0, cache.m) if model.cfg.memory else None
     x, m = run(model, CachedContext(model, tokens, previous, cache, slots))
     if model.cfg.memory:
@@ -401,8 +408,8 @@ def decode_pass(model, idx, cache, n_valid):
 
 
 def prefill_interleaved(model, idx, cache, n_valid):
-    """Run the tokens idx (B, T) by Algorithm 1 and put what it leaves in its buffer into an empty
-    cache. Returns x (B, T, C)."""
+    """Run the tokens idx (B, T) by Algorithm 1. Put the keys, values and memories that it leaves
+    into an empty cache. Return x (B, T, C)."""
     slots = cache.place(idx.size(1), n_valid)
     x, _, m, buffer = interleaved(model, model.embed(idx, slots.pos))
     for layer, (k, v) in buffer.items():
@@ -447,10 +454,10 @@ class MemoryCache(KVCache):
 
 class Model(LanguageModel):
     """LRT, or its backbone if memory is false."""
-    runs_blocks_once = False    # several passes run them, so FSDP gathers all of them at once
+    runs_blocks_once = False    # several passes run the blocks, so FSDP gathers all of them at once
     # optimizer=muon tells a parameter's kind by its place and shape. These are the exceptions: rec
-    # is a matrix outside of the blocks, the head is no embedding, AdamW trains the gates, and alpha
-    # and beta have learning rates of their own.
+    # has matrices outside of the blocks, the head is no embedding, AdamW trains the gates, and
+    # alpha and beta have learning rates of their own.
     parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
                            alpha="alpha", beta="beta")
 
@@ -458,24 +465,24 @@ class Model(LanguageModel):
         nn.Module.__init__(self)    # the parts are nanochat's, not those of LanguageModel
         self.cfg = cfg
         L, C, G, D = cfg.n_layer, cfg.n_embd, cfg.kv_heads, cfg.head_size
-        V = 64 * math.ceil(cfg.vocab_size / 64)     # padded, so that the head's product is fast
-        self.wte = nn.Embedding(V, C)
+        padded = 64 * math.ceil(cfg.vocab_size / 64)    # V, padded so that the head is fast
+        self.wte = nn.Embedding(padded, C)
         self.drop = nn.Dropout(cfg.dropout)
-        self.values = nn.ModuleList(nn.Embedding(V, G * D) for _ in range(L))   # VE_l
+        self.values = nn.ModuleList(nn.Embedding(padded, G * D) for _ in range(L))  # VE_l
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(L))
         self.alpha = nn.Parameter(torch.ones(L))
         self.beta = nn.Parameter(torch.full((L,), 0.1))
         self.gamma = nn.Parameter(torch.full((L,), 0.1)) if cfg.into_residual else None
         shared = cfg.into_kv and cfg.projections == "shared"
         self.rec = MemoryProjection(cfg) if shared else None
-        self.head = Head(cfg, V)
+        self.head = Head(cfg, padded)
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """Weights start as nanochat's. The gates' and those that write to the residual stream are
-        0, those of wte and head are normal with std 1 and 0.001, and all other matrices are
-        uniform with std 1 / sqrt(C), Wk_rec and Wv_rec too."""
+        """Initialize as nanochat does. The matrices of the gates, and those that write to the
+        residual stream, are 0. wte and head are normal with std 1 and 0.001. All other matrices,
+        Wk_rec and Wv_rec too, are uniform with std 1 / sqrt(C)."""
         limit = math.sqrt(3 / self.cfg.n_embd)
         for name, p in self.named_parameters():
             if name == "wte.weight":
@@ -515,9 +522,9 @@ class Model(LanguageModel):
         return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
     def hidden(self, idx, path=None):
-        """Return RMSNorm(x) after the last layer, (B, T, C), for idx (B, T). The path is `path`, or
-        exact in evaluation and train_path in training. forward runs interleaved training itself,
-        because it needs two losses."""
+        """Return RMSNorm(x) after the last layer, (B, T, C), for idx (B, T). path is a row of the
+        table at the top. The default (None) is train_path in training and exact in evaluation.
+        forward runs interleaved training itself, because that has two losses."""
         cfg = self.cfg
         path = path or (cfg.train_path_used if self.training else "exact")
         if path == "interleaved":
@@ -525,7 +532,7 @@ class Model(LanguageModel):
         elif not cfg.recurrent:
             x = one_pass(self, self.embed(idx))
         elif path == "exact" and cfg.fast and not torch.is_grad_enabled():
-            # This is the chain, but keys and values are written in place and not concatenated.
+            # decode computes the chain, but writes keys and values in place and concatenates none.
             x = decode(self, idx, self.init_cache(*idx.shape), None)
         else:
             x = chain(self, self.embed(idx), cfg.chunk if path == "chunked" else 1)
@@ -535,7 +542,7 @@ class Model(LanguageModel):
         """The contract is that of all models. An empty cache is filled as cfg.prefill says, and all
         other calls are exact."""
         into_empty = cache.longest == 0 and self.cfg.prefill == "interleaved"
-        function = prefill_interleaved if into_empty else decode
+        function = prefill_interleaved if into_empty else decode    # this file's, no method
         return norm(function(self, idx, cache, n_valid), self.cfg.norm_eps)
 
     @torch.no_grad()
@@ -558,9 +565,9 @@ class Model(LanguageModel):
         return MemoryCache(self.cfg, *self.cache_sizes(batch_size, max_len), self.wte.weight.dtype)
 
     def flops_per_token(self):
-        """The count is model_gpt's. Interleaved training does everything twice but the projections
-        of the memory, because its first pass projects a single zero. Chunked training does these
-        projections once a chunk."""
+        """Return FLOPs as model_gpt does. Interleaved training does everything twice except the
+        projections of the memory, because its first pass projects a single zero. Chunked training
+        does these projections once a chunk."""
         cfg, T = self.cfg, self.cfg.block_size
         memory = sum(p.numel() for name, p in self.named_parameters() if "rec." in name)
         if cfg.train_path_used == "chunked":
@@ -575,10 +582,10 @@ class Model(LanguageModel):
 
 
 class Head(nn.Linear):
-    """15 tanh(W x / 15) of the rows of W that are no padding: (..., C) -> (..., vocab_size)."""
+    """15 tanh(W x / 15), without the rows of W that are padding: (..., C) -> (..., vocab_size)."""
 
-    def __init__(self, cfg, V):
-        super().__init__(cfg.n_embd, V, bias=False)
+    def __init__(self, cfg, padded):
+        super().__init__(cfg.n_embd, padded, bias=False)
         self.vocab_size = cfg.vocab_size
 
     def forward(self, x):
