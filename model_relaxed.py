@@ -20,10 +20,11 @@ seven matrices, and each is computed by (3): they are W_q, W_k, W_v and W_o of a
 W_gate, W_up and W_down of the MLP. All uses of a block share W' and its norms, which is what tied
 means; A_u and B_u belong to one use of one matrix of one block. W_l is that matrix in layer l of
 the trained model, g_l and g' are the weights of the norms before W_l and W'. No norm stands before
-W_o and W_down, so that they have no ratio. rank=0 has no deltas. At full rank the deltas undo the
-tying, and the converted model computes what the trained one does.
+W_o and W_down, so that they have no ratio. There are no deltas with rank=0, which is the Recursive
+Transformer. At full rank the deltas undo the tying, and the converted model computes what the
+trained one does.
 
-L = 4 layers are R = 2 loops over K = 2 stored blocks:
+In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
 
     loop 1   h_0 -> [block 0, use 0] -> [block 1, use 0] -> h_2 --norm, head--> exit?
                       same W', norms      same W', norms
@@ -43,16 +44,17 @@ The head can predict after every loop, so that a model can exit early (Section 3
     training with early_exit=     R, a head after each   sum_i c_i loss_i, i = 1 .. R
     evaluation, decoding          exit_loop (0: R)       CE after that loop
 
-Here and in sample.py all tokens stop after the same loop. In serve.py each token exits after the
-loop whose prediction is sure. Every unrolled layer has keys and values of its own, so a token that
-exits has none in deeper loops, where later tokens need them; serve.py says how it supplies them.
+In this file and in sample.py all tokens stop after the same loop. In serve.py each token can exit
+after the first loop whose prediction is sure. Every unrolled layer has keys and values of its own,
+so that a token that exits has none in deeper loops, where later tokens need them. serve.py says how
+it supplies them.
 
 Dropout is on embeddings, attention weights and residual branches.
 
 Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with
 Layer-wise LoRA" (2410.20672). github.com/raymin0223/mixture_of_recursions has a part of its code.
 This file differs from the paper and from that code as follows.
-- (4) The paper has no ratio g_l / g'. This ratio is needed because norms are tied too.
+- (4) The paper has no ratio g_l / g'. Here it is needed, because norms are tied too.
 - (4) init=stepwise. Stored block k does not start from layer k, and still the paper (Appendix C)
   starts the deltas of the first loop at 0. Here these deltas follow (4) too, because otherwise a
   conversion at full rank would not give the trained model back.
@@ -60,10 +62,12 @@ This file differs from the paper and from that code as follows.
   would break (4).
 - QK-norm. The paper's models have none. Here each use has weights of its own if rank > 0.
 - Positions are RoPE or none. ALiBi and windows are left out, as the paper has neither.
-- l, k and u count from 0 and loops from 1; in the paper layers count from 1.
+- l, k and u count from 0, and loops from 1, so that loop i is use u = i - 1 of each block. In the
+  paper layers count from 1.
 
 Letters beside those of model_gpt.py: K stored blocks, R loops, r rank, l an unrolled layer, k a
-stored block (in Attention k are keys), u a use. In the code R is n_loop, K is n_stored.
+stored block (in Attention k are keys), u a use, i a loop. In the code R is n_loop, K is n_stored.
+In (4) and set_deltas U, S and V are the factors of the singular value decomposition.
 """
 from dataclasses import dataclass
 
@@ -81,19 +85,19 @@ from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, choice,
 class Config(BaseConfig):
     n_loop: int = 2              # loops, and uses of each stored block
     rank: int = 8                # rank of every matrix's deltas (0: none)
-    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
+    n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")   # no ALiBi or window: as in the paper
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
-    # conversion of a trained model_gpt
-    init: str = choice("average", "stepwise", "lower", "upper", "random")   # stored blocks
+    # These two keys say how a trained model_gpt is converted.
+    init: str = choice("average", "stepwise", "lower", "upper", "random")   # layers_for_tied
     lora_init: str = choice("svd", "zero")      # deltas start as (4), or at 0
-    # early exit: in training; in evaluation and decoding
-    early_exit: str = choice("none", "weighted", "aggressive")  # losses of earlier loops
-    exit_weight: float = 0.1     # aggressive: their weight
-    exit_loss: str = choice("ce", "kl", "both")     # which losses; kl: to the last loop
+    # Three keys are for training with early exit, and exit_loop is for evaluation and decoding.
+    early_exit: str = choice("none", "weighted", "aggressive")  # c_i of the losses (loop_weights)
+    exit_weight: float = 0.1     # aggressive: c_i of the earlier loops
+    exit_loss: str = choice("ce", "kl", "both")     # losses of the earlier loops; kl: to the last
     exit_loop: int = 0           # stop after this loop (0: the last)
 
     # CONVERTS_FROM names the models whose weights convert reads. NOT_IN_WEIGHTS are keys that may
@@ -128,8 +132,9 @@ def run_loops(blocks, h, context, last_loop):
 
 
 class Block(model_gpt.Block):
-    """A stored block. Its use u follows from the unrolled layer, unless u is given: serve.py gives
-    rows in different loops a use each, u (B, R) with a 1 in each row at its use."""
+    """A stored block. Its use u follows from the unrolled layer, unless u is given. In serve.py the
+    rows of a call may be in different loops. It gives u (B, R), in which each row has a 1 at its
+    use and 0 elsewhere."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -160,7 +165,7 @@ class Attention(model_gpt.Attention):
         q = self.wq(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, H, T, D)
         k = self.wk(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
         v = self.wv(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
-        if self.cfg.qk_norm:    # else they are nn.Identity, which takes no u
+        if self.cfg.qk_norm:    # else the norms are nn.Identity, which takes no u
             q, k = self.q_norm(q, u), self.k_norm(k, u)
         if context.rope:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
@@ -190,8 +195,8 @@ class MLP(model_gpt.MLP):
 class RelaxedLinear(nn.Module):
     """A matrix W' with a delta B_u A_u for each use u (3).
 
-    weight (out, in) is W', a[u] (r, in) is A_u and b[u] (r, out) is B_u transposed. So the A of all
-    uses are one matrix (R r, in), and the B of all uses are one matrix (R r, out)."""
+    weight (out, in) is W', a[u] (r, in) is A_u, and b[u] (r, out) is B_u transposed. So the A_u
+    of all uses are one matrix (R r, in), and the transposed B_u of all uses are one (R r, out)."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
@@ -207,8 +212,8 @@ class RelaxedLinear(nn.Module):
         if self.rank and isinstance(u, int):
             y = y + F.linear(x, self.a[u]) @ self.b[u]      # + B_u A_u x    (3)
         elif self.rank:
-            # The A of all uses are applied. Then u zeroes what is not of a row's own use, so that
-            # one product with the B of all uses adds the row's own B_u A_u x.
+            # Each row meets the A_u of all uses. Then the mask u zeroes all results but those of
+            # the row's own use, so that one product with all B_u adds the row's own B_u A_u x.
             low = F.linear(x, self.a.flatten(0, 1)).unflatten(-1, (-1, self.rank))  # (B, T, R, r)
             y = y + (low * u[:, None, :, None]).flatten(2) @ self.b.flatten(0, 1)
         return y
@@ -229,7 +234,8 @@ class HeadNorm(nn.Module):
         self.weights = nn.ParameterList(ones if cfg.rank else ones[:1] * cfg.n_loop)
 
     def forward(self, x, u):
-        """In 16 bits this rounds before the weight, too, which model_gpt's RMSNorm does not do."""
+        """Return x, normalized, times the weight of use u, an int or (B, R) as in Block. In 16 bits
+        this rounds before the weight, too, which model_gpt's RMSNorm does not do."""
         if isinstance(u, int):
             weight = self.weights[u]
         else:
@@ -240,9 +246,10 @@ class HeadNorm(nn.Module):
 class MergedLinear(RelaxedLinear):
     """The fast path: W' x + B_u A_u x = (W' + B_u A_u) x, so the delta can be merged into W'.
 
-    To form B_u A_u takes r in out multiplications. To apply A_u and B_u to n tokens takes
-    n r (in + out). So B_u A_u is formed where n r (in + out) > r in out, from which r cancels. Rows
-    of several uses would need several merged matrices, so nothing is merged for them."""
+    For a matrix (out, in), forming B_u A_u takes r * in * out multiplications, and applying A_u and
+    then B_u to n tokens takes n * r * (in + out). So B_u A_u is formed where the second number is
+    larger, and in this comparison r cancels. Rows of several uses would need several merged
+    matrices, so nothing is merged for them."""
 
     def forward(self, x, u):
         n_out, n_in = self.weight.shape
@@ -258,8 +265,9 @@ class MergedLinear(RelaxedLinear):
 def convert(model, weights):
     """Start model from `weights`, the state dict of a model_gpt of any depth.
 
-    Each stored block gets tied weights W' and norms, the mean of some layers. Then each of its uses
-    gets what its own layer, the source, has beside them: the weights of QK-norm and deltas."""
+    Each stored block gets tied weights, W' and norms, which are the mean of some trained layers.
+    Then each of its uses gets what is its own, from the trained layer that is its source: the
+    weights of QK-norm, and deltas."""
     cfg, sources = model.cfg, source_layers(weights, model.cfg.n_layer)
     for name, w in weights.items():
         if not name.startswith("blocks."):
@@ -290,8 +298,8 @@ def source_layers(weights, n_layer):
 
 
 def layers_for_tied(cfg, k):
-    """Return the layers whose sources are averaged to W' and norms of stored block k. There
-    are none with init=random: W' stays random, as a baseline of (4)."""
+    """Return the unrolled layers whose sources are averaged into W' and norms of stored block k.
+    There are none with init=random, where W' stays random, as a baseline of (4)."""
     L, K = cfg.n_layer, cfg.n_stored
     return {"average": range(k, L, K),          # all uses of the block
             "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # evenly from first to last
@@ -308,16 +316,17 @@ def set_head_norms(block, u, source):
 
 
 def set_deltas(block, k, u, source):
-    """Set the deltas of stored block k's use u by (4), so that W' + B_u A_u comes near its source.
+    """Set the deltas of use u of stored block k by (4), so that W' + B_u A_u comes near
+    W_l diag(g_l / g'), where W_l and g_l are the weights of source.
 
-    If W' is the source up to rounding, as in the first loop with init=lower, an SVD would only find
-    noise. Then A stays random and B zero, as in plain LoRA, so that both can learn."""
+    If W' already is that matrix up to rounding, as in the first loop with init=lower, an SVD would
+    only find noise. Then A stays random and B zero, as in plain LoRA, so that both can learn."""
     for name, part in block.named_modules():
         if isinstance(part, RelaxedLinear):
             w_l = source[f"{name}.weight"]
             n_use, r, _ = part.a.shape
             wanted = folded(block, k, source, name)
-            missing = wanted - upcast(part.weight)      # at full rank B_u A_u is all of it
+            missing = wanted - upcast(part.weight)      # U S V^T, and B_u A_u at full rank
             # W' and g' are each a mean of up to n_use weights, so each is rounded as often.
             eps = 2 * n_use * max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
             if missing.norm() > eps * wanted.norm():
@@ -343,8 +352,8 @@ def folded(block, k, source, name):
 # ---- the model ----
 
 class Model(LanguageModel):
-    """K stored blocks that run R times, one after the other."""
-    runs_blocks_once = False    # FSDP reads this
+    """The language model. Its K stored blocks run one after the other, in each of R loops."""
+    runs_blocks_once = False    # loops run the blocks again, so FSDP gathers all of them at once
 
     def __init__(self, cfg):
         super().__init__(cfg, [self.make_block(cfg, k) for k in range(cfg.n_stored)])
@@ -357,12 +366,12 @@ class Model(LanguageModel):
 
     @property
     def loops_to_run(self):
-        """Return how many loops run in evaluation and decoding."""
+        """How many loops run in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
     def loop_states(self, idx, context=None):
-        """idx (B, T) -> the states after each loop, a list of (B, T, C). context: that of a call
-        with a cache; None: a plain pass."""
+        """idx (B, T) -> the states after each loop, a list of (B, T, C). A plain pass (None) makes
+        its own context, as in LanguageModel.hidden."""
         h = self.drop(self.wte(idx))
         last_loop = self.cfg.n_loop if self.training and context is None else self.loops_to_run
         return run_loops(self.blocks, h, context or self.context_type(self.cfg, h), last_loop)
@@ -371,9 +380,10 @@ class Model(LanguageModel):
         return self.norm(self.loop_states(idx, context)[-1])
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """As in every model. In training with early_exit the loss is sum_i c_i loss_i over
-        loops i = 1 .. n (Section 3.7): loss_i = CE_i, KL(p_n || p_i) or both, loss_n = CE_n.
-        aux has "ce_loop1", ... too."""
+        """Return what every model returns. In training with early_exit the loss is sum_i c_i loss_i
+        over loops i = 1 .. R (Section 3.7). loss_R is CE_R. The other loss_i are CE_i,
+        KL(p_R || p_i) or the sum of both, as exit_loss says, and aux has their CE_i as "ce_loop1",
+        "ce_loop2", ..."""
         exits = self.training and self.cfg.early_exit != "none" and cache is None
         if not exits or targets is None or idx.numel() == 0:  # super refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
@@ -391,34 +401,34 @@ class Model(LanguageModel):
         return last, loss, aux
 
     def loop_weights(self):
-        """Return c_1 .. c_R. weighted: c_i = i / (1 + .. + R). aggressive: exit_weight, and 1 for
-        the last."""
-        n = self.cfg.n_loop
+        """Return c_1 .. c_R. If early_exit=weighted, c_i is i / (1 + .. + R). If it is aggressive,
+        c_R is 1, and the others are exit_weight."""
+        R = self.cfg.n_loop
         if self.cfg.early_exit == "weighted":
-            return [i / (n * (n + 1) / 2) for i in range(1, n + 1)]
-        return [self.cfg.exit_weight] * (n - 1) + [1.0]
+            return [i / (R * (R + 1) / 2) for i in range(1, R + 1)]
+        return [self.cfg.exit_weight] * (R - 1) + [1.0]
 
     def init_cache(self, batch_size, max_len):
-        """An empty cache for the unrolled layers up to exit_loop."""
+        """Return an empty cache for the unrolled layers of the loops up to exit_loop."""
         n_layer = self.loops_to_run * self.cfg.n_stored
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
 
     def flops_per_token(self):
-        """This is as in model_gpt, but with early_exit the head is applied after every loop."""
+        """Return FLOPs as model_gpt does. If there is early_exit, each loop has a head."""
         more_heads = self.cfg.n_loop - 1 if self.cfg.early_exit != "none" else 0
         return super().flops_per_token() + 6.0 * more_heads * self.head.weight.numel()
 
     def block_weights(self):
-        """W' counts once for each use. a and b hold the deltas of all uses, so they count once;
-        they are the parameters of 3 dimensions."""
+        """Return how many weights of matrix products a token meets. W' counts once for each use. a
+        and b, which have 3 dimensions, hold the deltas of all uses, so they count once."""
         return sum(self.cfg.n_loop * p.numel() if p.dim() == 2 else p.numel()
                    for p in self.blocks.parameters() if p.dim() > 1)
 
 
 def kl_from_last(logits, last, targets):
     """Return the mean KL(p_last || p) in nats over the targets that are not -1. p_last is the
-    distribution of the last loop's logits (B, T, V), and a constant: the last loop does not learn
-    from the earlier ones."""
+    distribution of the last loop's logits (B, T, V). It is a constant, so that the last loop does
+    not learn from the earlier ones."""
     log_p_last, log_p = last.detach().log_softmax(-1), logits.log_softmax(-1)
     counted = targets != -1
     kl = (log_p_last.exp() * (log_p_last - log_p)).sum(-1)      # (B, T)
