@@ -1,44 +1,46 @@
 """
 Mixture-of-Recursions (MoR): tied layers in loops, of which each token takes as many as it needs.
 
-R = n_loop recursions F_1 .. F_R of K layers each share K stored blocks. A router, which is linear
-in a token's state h, sends easy tokens through few recursions and hard ones through many. A first
-and a last layer stand outside, and all tokens take them. Here, with R = 3, token a takes three
-recursions, b two and c one:
+There are R = n_loop recursions F_1 .. F_R, of K layers each, which share K stored blocks. A router,
+by default a linear function of a token's state h, sends easy tokens through few recursions and hard
+ones through many. A first and a last layer stand outside, and all tokens take them. In this picture
+R is 3, and token a takes three recursions, b two and c one:
 
     first -> F_1 (all) -> F_2 (2/3) -> F_3 (1/3) -> last
       a         a            a            a           a
       b         b            b            .           b
       c         c            .            .           c
 
-router=expert (Section 2.2.1): a recursion chooses its tokens. In each sequence of T tokens,
-recursion r gives a score s to each token of A_{r-1}, and A_r are the k_r of them with the highest
-scores. A_0 are all tokens, and so is A_1, because k_1 = T.
+router=expert (expert choice, Section 2.2.1): a recursion chooses its tokens. In each sequence of T
+tokens, recursion r gives a score s to each token of A_{r-1}. A_r are the k_r of them with the
+highest scores. A_0 are all tokens. A_1 are all tokens, too, because k_1 = T.
 
     s = w_r . h
     k_r = max(1, floor(T (R - r + 1) / R))
     h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])            (2.1)
 
 F_r has residual connections of its own, F_r(h) = h + .., so that h has weight 1 + alpha sigmoid(s)
-in the sum.
+in the sum. router_func=tanh puts tanh in the place of the sigmoid.
 
-Training looks ahead, because a token's place among the top k depends on the scores of later
-tokens, and in eval mode "ce_topk" is the loss with these choices. Decoding may not look ahead, so
-that a token of A_{r-1} takes recursion r >= 2 where s >= 0, and in eval mode "ce" is the loss with
-those choices.
+Training looks ahead, because a token's place among the top k depends on the scores of later tokens.
+Decoding may not look ahead. There a token of A_{r-1} takes recursion r >= 2 iff s >= 0, and all
+tokens take recursion 1. In eval mode "ce" is the loss with the choices of decoding, and "ce_topk"
+is the loss with those of training.
 
-An auxiliary loss teaches s to be positive where top k chooses: aux_weight BCE(s, was the token
-chosen), for r = 1 too, as in the authors' code. If causal=aux_router, a second router on detached
-states learns this instead of s, and its scores decide in decoding.
+An auxiliary loss teaches s to be positive where top k chooses. It is aux_weight times the binary
+cross-entropy of s against whether the token was chosen, for r = 1 too, as in the authors' code. If
+causal=aux_router, a second router on detached states learns this instead of s, and the second
+router's scores decide in decoding.
 
-router=token: a token chooses its depth i, once, from its state h_1 before F_1.
+router=token (token choice, Section 2.2.1): a token chooses its depth i, the number of its
+recursions, once, from its state h_1 before F_1. router_func=sigmoid makes p alpha sigmoid(W h_1).
 
     p = softmax(W h_1),   i = argmax p
     h <- h_1 + p_i F_i(.. F_1(h_1))                            (2.2)
 
 A loss keeps the depths in balance: balance_weight R sum_i f_i mean(p_i), where f_i is the fraction
 of tokens with depth i. If balance=loss_free, a bias b does this instead: i = argmax(p + b), and
-each step of training moves b against f.
+each step of training moves b_i by balance_rate, down where f_i > 1 / R and up where f_i < 1 / R.
 
 Keys and values (Section 2.2.2). If kv=recursion, a token attends to the tokens that take the same
 recursion. If kv=share, a token attends to all tokens, by their keys and values in F_1. In both
@@ -46,15 +48,16 @@ cases these are earlier tokens and the token itself.
 
 This file differs from the paper or from the authors' code:
 - Gate. In token choice p enters once, as in their code. In the paper it enters at every step.
-- z-loss. In token choice its weight is 1e-5, as in their code. The paper has 1e-3.
+- z-loss, which is the mean of logsumexp(scores)^2. In token choice its weight is 1e-5, as in their
+  code. The paper has 1e-3.
 - Attention is tied, too, as in the paper, and in their code since commit 82c97f2.
 - Weights start as model_gpt's.
-- kv=share. F_2 .. F_R make keys and values that nobody reads, which takes 1 % of a step.
+- kv=share. Here F_2 .. F_R make keys and values that nobody reads, which takes 1 % of a step.
 - Left out are random routers, shared keys with updates, and the capacity warm-up (which is off in
   their code).
 
-Letters, beside model_gpt's: n chosen tokens of the fullest row, m rows that run. Recursions count
-from 1, layers and stored blocks from 0.
+Letters beside those of model_gpt.py: K stored blocks (no chunks here), n chosen tokens of the
+fullest row, m rows that run. Recursions count from 1, layers and stored blocks from 0.
 
 Paper: Bae et al. 2025 (2507.10524). Their code: github.com/raymin0223/mixture_of_recursions.
 """
@@ -74,28 +77,29 @@ from model_gpt import (BaseConfig, Block, Context, LanguageModel, attention_bias
 class Config(BaseConfig):
     n_layer: int = 8             # unrolled layers, first and last too
     n_loop: int = 3              # R: recursions
-    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")  # weights, Table 5
+    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")  # weights (Table 5)
     router: str = choice("expert", "token", "none")  # none: all take all, the baseline
     kv: str = choice("recursion", "share")  # keys: each recursion's own, or F_1's for all
     router_arch: str = choice("linear", "mlp", "wide_mlp")
     router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": first)
-    alpha: float = 0.1           # factor of sigmoid and tanh
+    alpha: float = 0.1           # factor of sigmoid and tanh; softmax has none
     causal: str = choice("aux_loss", "aux_router")  # expert: what decides in decoding
-    aux_weight: float = 0.001    # expert: weight of learning that
+    aux_weight: float = 0.001    # expert: weight of the auxiliary loss
     balance: str = choice("loss", "loss_free", "none")  # token: what balances depths
-    balance_weight: float = 0.1  # token: weight of that loss
-    balance_rate: float = 0.001  # token: a step of loss_free's biases
-    z_loss: float = -1.0         # weight of logsumexp(s)^2 (-1: token 1e-5, expert 0)
-    exit_loop: int = 0           # in eval mode the most recursions (0: n_loop)
+    balance_weight: float = 0.1  # token: weight of the balance loss
+    balance_rate: float = 0.001  # token: how far loss_free moves a bias in a step
+    z_loss: float = -1.0         # weight of the z-loss (-1: token 1e-5, expert 0)
+    exit_loop: int = 0           # most recursions in evaluation and decoding (0: n_loop)
     init: str = choice("average", "stepwise", "lower", "upper", "random")  # of convert, Table 9
-    n_mlp: int = 0               # hidden width of the MLP (0: 8/3 n_embd, gelu: 4)
+    n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")
     qk_norm: bool = False        # RMSNorm on each head's query and key, before RoPE
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
-    # init_from may be a run of these models (convert), or one with other values of these keys
+    # init_from may be a run of a model in CONVERTS_FROM (see convert), or a run of this model with
+    # other values of the keys in NOT_IN_WEIGHTS.
     CONVERTS_FROM = ("gpt",)
     NOT_IN_WEIGHTS = ("exit_loop", "aux_weight", "balance_weight", "balance_rate", "z_loss")
 
@@ -118,7 +122,7 @@ class Config(BaseConfig):
 class Model(LanguageModel):
     """The language model. A block is called as block(h, layer, context), where layer is the number
     of the unrolled layer. For K = 2 and R = 3 these are the layers, the blocks that they use (0 and
-    1 of model.blocks), and the numbers of their keys in a cache:
+    1 of model.blocks), and the places of their keys in a cache, if kv=recursion:
 
                                  first |   F_1  |   F_2  |   F_3  | last
         layer                     -2   |  0  1  |  2  3  |  4  5  |  -1
@@ -128,16 +132,17 @@ class Model(LanguageModel):
         cache.later[0].k                           0  1
         cache.later[1].k                                    0  1
 
-    -2 and -1 are a list's last two. layer % K is the number of a layer in its recursion. There is
-    no first and no last layer with share=cycle and share=sequence. All tokens take all recursions
-    with router=none: cache.k then has the layers 0 .. 5. Later recursions have no keys of their own
-    with kv=share, because they read what F_1 has written."""
+    -2 and -1 index the last two entries of a list. layer % K is the number of a layer in its
+    recursion. There is no first and no last layer with share=cycle and share=sequence. All tokens
+    take all recursions with router=none: cache.k then has the layers 0 .. 5, and there is no
+    cache.later. Later recursions have no keys in a cache with kv=share, because they read what F_1
+    has written."""
     runs_blocks_once = False
 
     def __init__(self, cfg):
         R, n_outside = cfg.n_loop, cfg.n_outside // 2
         blocks = lambda n: nn.ModuleList(self.make_block(cfg, i) for i in range(n))
-        super().__init__(cfg, blocks(cfg.n_stored))  # the shared ones
+        super().__init__(cfg, blocks(cfg.n_stored))     # the shared blocks
         self.first, self.last = blocks(n_outside), blocks(n_outside)
         depths = [f"depth{d}" for d in range(1, R + 1)]
         if cfg.router == "expert":
@@ -158,36 +163,38 @@ class Model(LanguageModel):
 
     def states(self, idx, top_k, context=None):
         """idx (B, T) -> the states after the final norm (B, T, C), the number of recursions that
-        each token took (B, T), and what expert_loss or token_loss takes. top_k says whether expert
-        choice decides as in training or as in decoding. context: see LanguageModel.hidden."""
+        each token took (B, T), and what expert_loss or token_loss takes. top_k says that expert
+        choice decides as in training, and not as in decoding. A plain pass (None) makes its own
+        context, as in LanguageModel.hidden."""
         cfg, h = self.cfg, self.drop(self.wte(idx))
-        R = cfg.n_loop if self.training and context is None else self.loops_to_run
+        n_run = cfg.n_loop if self.training and context is None else self.loops_to_run
         tokens = context or AllTokens(cfg, h)
         for block in self.first:
             h = block(h, -2, tokens)
         if cfg.router == "expert":
-            h, depth, decisions = self.expert_choice(h, tokens, R, top_k)
+            h, depth, decisions = self.expert_choice(h, tokens, n_run, top_k)
         elif cfg.router == "token":
-            h, depth, decisions = self.token_choice(h, tokens, R)
+            h, depth, decisions = self.token_choice(h, tokens, n_run)
         else:
-            depth, decisions = tokens.kept * R, None
-            for r in range(1, R + 1):
+            depth, decisions = tokens.kept * n_run, None
+            for r in range(1, n_run + 1):
                 h = self.recursion(r, h, tokens.subset(r, tokens.kept))
         for block in self.last:
             h = block(h, -1, tokens)
         return self.norm(h), depth, decisions
 
-    def expert_choice(self, h, tokens, R, top_k):
-        """h (B, T, C) -> h after R recursions, depths (B, T), and what expert_loss takes. tokens is
-        the context of the call, and tokens.subset returns that of a recursion. s are the scores,
-        and decides are the scores that decide in decoding."""
-        T, n_loop = h.size(1), self.cfg.n_loop
+    def expert_choice(self, h, tokens, n_run, top_k):
+        """h (B, T, C) -> h after n_run recursions, depths (B, T), and what expert_loss takes.
+        tokens is the context of the call, and tokens.subset returns the context of a recursion. s
+        are the scores, and decides are the scores that decide in decoding: s, or those of the
+        second router."""
+        T, R = h.size(1), self.cfg.n_loop
         active, decisions = tokens.kept, []                         # A_0: (B, T)
-        for r in range(1, R + 1):
+        for r in range(1, n_run + 1):
             s = decides = self.routers[r - 1](h)[..., 0]            # w_r . h: (B, T)
             if self.cfg.causal == "aux_router":
                 decides = self.aux_routers[r - 1](h.detach())[..., 0]
-            k_r = max(1, T * (n_loop - r + 1) // n_loop) if top_k else None
+            k_r = max(1, T * (R - r + 1) // R) if top_k else None
             if r == 1:
                 chosen = active                                     # A_1
             elif top_k:
@@ -198,20 +205,20 @@ class Model(LanguageModel):
             h = self.recursion(r, h, tokens.subset(r, chosen, k_r), s)
             decisions.append((s, decides, active, chosen))
             active = chosen
-        s, decides, active, chosen = map(torch.stack, zip(*decisions))      # (R, B, T) each
+        s, decides, active, chosen = map(torch.stack, zip(*decisions))      # (n_run, B, T) each
         return h, chosen.sum(0), (s, decides, active, chosen)
 
-    def token_choice(self, h1, tokens, R):
-        """h_1 (B, T, C) -> h after R recursions at most, depths (B, T), and what token_loss
+    def token_choice(self, h1, tokens, n_run):
+        """h_1 (B, T, C) -> h after n_run recursions at most, depths (B, T), and what token_loss
         takes."""
-        h, (scores, p, depth) = h1, self.choose_depth(h1, R)
-        for r in range(1, R + 1):
+        h, (scores, p, depth) = h1, self.choose_depth(h1, n_run)
+        for r in range(1, n_run + 1):
             h = self.recursion(r, h, tokens.subset(r, tokens.kept & (depth >= r)))
         return self.exit(h1, h, p, depth), depth, (scores, p, depth)
 
     def choose_depth(self, h1, most):
-        """h_1 (..., C) -> scores and p (..., R), depths (...) from 1 to `most`. A token that is
-        stopped at `most` has the p of that depth in (2.2)."""
+        """h_1 (..., C) -> scores and p (..., R), depths (...) from 1 to `most`. A token that chose
+        a greater depth stops at `most`, and has the p of `most` in (2.2)."""
         scores = self.router(h1)
         p = self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)                     # i: (...)
@@ -223,8 +230,9 @@ class Model(LanguageModel):
     def recursion(self, r, h, context, s=None):
         """h (B, T, C) -> h in which the tokens of a context (context.kept) have taken recursion r:
         they are F_r(h) or, given scores s (B, T), h + alpha sigmoid(s) F_r(h). Other tokens stay as
-        they are. The tokens of a GatheredSubset run alone. In other contexts all tokens run, and
-        the results of the others are dropped. The context is None where no token goes on."""
+        they are. In a GatheredSubset the kept tokens run alone. In any other context all tokens
+        run, and the results of those that are not kept are dropped. The context is None where no
+        token goes on."""
         if context is None:
             return h
         K, gathered = self.cfg.n_stored, isinstance(context, GatheredSubset)
@@ -247,9 +255,10 @@ class Model(LanguageModel):
     # ---- the loss ----
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """Return what every model returns. If there are targets, aux also has the fraction of
-        tokens that took d recursions (depth<d>), "ce_topk" in eval mode, and what the router's
-        loss logs. In training that loss is added to ce."""
+        """Return what every model returns. If there are targets and a router, aux also has, as
+        depth1 .. depthR, the fractions of tokens that took so many recursions, and it has what the
+        router's loss logs. In eval mode with router=expert it also has "ce_topk". In training the
+        router's loss is added to ce."""
         cfg = self.cfg
         if targets is None or cache is not None or idx.numel() == 0 or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
@@ -269,9 +278,9 @@ class Model(LanguageModel):
     def expert_loss(self, s, decides, active, chosen):
         """Return what is added to the loss, and what is logged. The arguments are (R, B, T): the
         scores, the scores that decide in decoding, which tokens competed (A_{r-1}), and which of
-        them were chosen (A_r). The BCE, aux, and the z-loss are means over the tokens that
-        competed, summed over recursions. router_accuracy says how often decoding would decide as
-        top k did, without r = 1, which all tokens take."""
+        them were chosen (A_r). The binary cross-entropy, which is logged as "aux", and the z-loss
+        are means over the tokens that competed, summed over recursions. router_accuracy says how
+        often decoding would decide as top k did, without r = 1, which all tokens take."""
         mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))     # (R,)
         bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
         bce, z = mean(bce).sum(), mean(s ** 2).sum()     # logsumexp over one score is the score
@@ -319,12 +328,12 @@ class Model(LanguageModel):
 
     def flops_per_token(self):
         """Return FLOPs as model_gpt does, but a layer counts for the fraction of tokens that take
-        it. Token choice counts as if depths were in balance."""
+        it. The count of token choice takes the depths to be in balance."""
         cfg, attn, unread = self.cfg, self.blocks[0].attn, 0
         routers = [p for name, p in self.named_parameters() if "router" in name]
         flops = 6.0 * sum(p.numel() for p in [self.head.weight, *routers])
         weights = self.block_weights() / cfg.n_stored
-        if cfg.kv == "share":  # nobody reads keys of F_2 .. F_R: no backward pass, 4 of 6 FLOPs
+        if cfg.kv == "share":  # wk and wv of F_2 .. F_R have no backward pass, 4 of 6 FLOPs
             unread = 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
         for r in range(1, cfg.n_loop + 1):
             # the first and the last layer count with F_1, because all tokens take them
@@ -359,8 +368,8 @@ class Router(nn.Module):
 
 class AllTokens(Context):
     """The context of F_1 and of the layers outside, which all tokens take. kept (B, T) marks the
-    tokens whose states a recursion changes, here all. shared_kv[layer] are the keys and values of
-    the layers that have run, which kv=share reads again."""
+    tokens whose states a recursion changes, which are all tokens here. shared_kv[layer] are the
+    keys and values of a layer that has run. If kv=share, later recursions read those of F_1."""
 
     def __init__(self, cfg, x, *positions):
         super().__init__(cfg, x, *positions)
@@ -372,8 +381,8 @@ class AllTokens(Context):
         return kv
 
     def subset(self, r, chosen, n=None):
-        """Return the context of recursion r for the chosen tokens (B, T), n in the fullest row if
-        that is known.
+        """Return the context of recursion r for the chosen tokens (B, T). n is how many of them the
+        fullest row has, if that is known. The context is one of these:
 
                                      plain pass                        call with a cache
                                      fast=false       fast=true        (whatever fast is)
@@ -406,7 +415,7 @@ class MaskedSubset:
         self.rope, self.bias = tokens.rope, tokens.bias
         if self.cfg.kv == "recursion":
             distance = tokens.pos[:, :, None] - tokens.pos[:, None]        # (1, T, T)
-            # a token that was not chosen attends to itself, so that no softmax is over no keys
+            # A token that was not chosen attends to itself, so that each softmax has a key.
             visible = (distance > 0) & chosen[:, None] | (distance == 0)
             self.bias = torch.where(visible, 0.0, -math.inf)[:, None]       # (B, 1, T, T)
 
@@ -423,7 +432,7 @@ class GatheredSubset:
     """The context of a later recursion in which the chosen tokens run alone, packed to the left.
     Packed tokens keep their order and their positions, so that the chosen ones become what they
     become in a MaskedSubset. A row with fewer than n chosen tokens is filled up with others, whose
-    results are dropped. Here are two rows, x marks the chosen tokens, and n = 3:
+    results are dropped. In this example there are two rows, x marks the chosen tokens, and n = 3:
 
         tokens  0 1 2 3    chosen  . x . x    index  1 3 0
                 4 5 6 7            x x x .           4 5 6
@@ -439,18 +448,18 @@ class GatheredSubset:
         self.cfg, self.tokens, self.rows = tokens.cfg, tokens, rows
         (B, T), device = chosen.shape, chosen.device
         if n is None:
-            # all tokens run in a compiled call, because no size may depend on data there either
+            # All tokens run in a compiled call, because no size may depend on data there, either.
             static = T == 1 or torch.compiler.is_compiling()
             n = T if static else max(1, int(chosen.sum(1).max()))
         column = torch.arange(T, device=device)
         row = torch.arange(B, device=device) if rows is None else rows              # (m,)
-        # the n smallest, in order: chosen columns come before the others
+        # topk takes the n smallest, in order, and chosen columns are smaller than all others.
         first = torch.where(chosen[row], column, T + column).topk(n, 1, largest=False).indices
         self.index = T * row[:, None] + first                                       # (m, n)
         self.kept = self.gather(chosen)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]              # (m, 1, n, D / 2)
-        self.bias = None  # the causal mask hides the others, too: they stand right of the chosen
+        self.bias = None  # the causal mask hides the tokens that fill up, on the right, too
         if self.cfg.kv == "share":
             self.bias = attention_bias(self.gather(tokens.pos.expand(B, T)), tokens.k_pos)
 
@@ -489,9 +498,9 @@ class CachedTokens(Cached, AllTokens):
         return kv
 
     def subset(self, r, chosen, n=None):
-        """See AllTokens. Rows in which no token was chosen are left out, if they are a third of all
-        or more: the keys of the other rows are copied for it, which takes about as long as
-        attending to them."""
+        """See AllTokens. Rows in which no token was chosen are left out, but only if they are a
+        third of all rows or more, because then the keys of the rows that run must be copied, which
+        takes about as long as attending to them."""
         if r == 1 or self.cfg.router == "none":
             return super().subset(r, chosen)
         if not self.cache.static and not chosen.any():
@@ -511,10 +520,11 @@ class CachedSubset(GatheredSubset):
     def __init__(self, tokens, chosen, rows, cache):
         super().__init__(tokens, chosen, rows=rows)
         self.cache, slots = cache, cache.place(self.index.size(1), chosen.sum(1))
-        # slots counts the new tokens of all rows, self.slots places those of the rows that run
+        # slots is for all rows. self.slots has the places of the rows that run, and n_new of all.
         pos, at, its_rows = map(self.select, (slots.pos, slots.at, slots.rows))
         self.slots = replace(slots, pos=pos, at=at, rows=its_rows)
-        # slots are in the order of positions, so that the causal mask may compare slots
+        # Slots are in the order of positions, so that the causal mask may compare slots. pos has
+        # slots here.
         self.bias = attention_bias(pos, torch.arange(slots.end, device=pos.device))
 
     def extend(self, layer, k, v):
@@ -548,7 +558,7 @@ class GrowingCache(KVCache):
         if self.max_len < self.most:
             more = 0, 0, 0, self.most + 1 - self.max_len
             with torch.inference_mode(False):   # see KVCache
-                # the last slot is padding's: the old one is dropped with what stands there
+                # The last slot is that of padding. The old last slot is dropped with its contents.
                 for buffers in (self.k, self.v):
                     buffers[:] = [F.pad(x[:, :, :-1], more) for x in buffers]
             self.max_len = self.most
@@ -556,8 +566,8 @@ class GrowingCache(KVCache):
 
 class Cache(KVCache):
     """The keys and values of all tokens in the layers that all tokens take. Keys and values of
-    later recursions are in `later`. Here is what they hold for tokens a, b and c of the picture
-    at the top:
+    later recursions are in `later`. This is what they hold for tokens a, b and c of the picture at
+    the top:
 
                               slots 0 1 2
         k, v (first, F_1, last)     a b c
@@ -604,8 +614,9 @@ class Cache(KVCache):
 
 @torch.no_grad()
 def convert(model, weights):
-    """Start from the weights of a model_gpt of the same sizes. Where that has another number of
-    layers, they are read evenly spaced, some of a shallower one twice."""
+    """Start model from `weights`, the state dict of a model_gpt of the same sizes. The trained
+    model may have another number of layers. Then its layers are read at even spaces, and some of
+    them are read twice if it has fewer."""
     cfg = model.cfg
     layers = layers_for_shared(cfg) + [[0], [cfg.n_layer - 1]]
     rest = {name: w for name, w in weights.items() if not name.startswith("blocks.")}
@@ -613,16 +624,16 @@ def convert(model, weights):
     n_source = len({name.split(".")[1] for name in weights.keys() - rest.keys()})
     source = lambda layer: round(layer * (n_source - 1) / max(1, cfg.n_layer - 1))
     # zip drops the layers of the first and the last block where the model has none
-    for block, its in zip([*model.blocks, *model.first, *model.last], layers):
+    for block, own in zip([*model.blocks, *model.first, *model.last], layers):
         for name, p in block.named_parameters():
-            p.copy_(sum(weights[f"blocks.{source(layer)}.{name}"] for layer in its) / len(its))
+            p.copy_(sum(weights[f"blocks.{source(layer)}.{name}"] for layer in own) / len(own))
 
 
 def layers_for_shared(cfg):
     """Return, for each stored block, the unrolled layers whose mean it starts from (Table 9)."""
     K, outside = cfg.n_stored, cfg.n_outside // 2
     inner = range(outside, cfg.n_layer - outside)
-    if cfg.init == "average":  # the layers that it stands for
+    if cfg.init == "average":  # all layers that the block stands for
         return [[layer for layer, k in zip(inner, cfg.order) if k == shared]
                 for shared in range(K)]
     gap = (len(inner) - 1) / max(1, K - 1)
