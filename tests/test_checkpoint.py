@@ -169,9 +169,9 @@ def test_an_older_run_stays_until_it_is_replaced(tmp_path, data_dir, monkeypatch
 
     def broken(*given):
         raise OSError(28, "No space left on device")
-    fails("learning_rate=1e30", "grad_clip=0")
     os.replace(old.folder / "ckpt.pt", old.folder / "pending.pt")       # as if killed in its first evaluation
     fails("eval_interval=1", evaluate=lambda run: {"val_ce": float("nan")})
+    fails("learning_rate=1e30", "grad_clip=0")
     fails(error=OSError, save_checkpoint=broken)
     fails(error=OSError, forward_backward=broken)
     assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6         # the older run goes on
