@@ -7,7 +7,7 @@ The fast paths of the models are built on these operators.
     scan(g, x, chunk, h0)                      a gated recurrence inside chunks
 
 Attention. Query i attends to the keys j that are visible to it, and every sum over j runs over
-these keys. slope is 0 without ALiBi.
+these keys. slope is ALiBi's slope of the head, and 0 without ALiBi.
 
     (1)  s_ij  = q_i . k_j / sqrt(D) - slope (q_pos_i - k_pos_j)
     (2)  lse_i = log sum_j e^{s_ij}
@@ -25,9 +25,9 @@ example: attention over all keys is attention over the first n and over the othe
     others = attend_by_position(q, k[:, :, n:], v[:, :, n:], q_pos, k_pos[n:])
     out, lse = merge(*first, *others)
 
-The backward pass needs the inputs, out and lse, and no matrix of all p_ij. dx stands for the
-gradient of the loss in x. A sum over i runs over the queries that key j is visible to, in all
-heads that share the key.
+The backward pass needs the inputs, out and lse, but it does not need a stored matrix of all p_ij,
+because (3) gives them again. dx stands for the gradient of the loss with respect to x, for every x.
+A sum over i runs over the queries that key j is visible to, in all heads that share the key.
 
     (6)  delta_i = do_i . out_i - dlse_i
     (7)  ds_ij   = p_ij (do_i . v_j - delta_i)
@@ -35,7 +35,8 @@ heads that share the key.
     (9)  dk_j    = sum_i ds_ij q_i / sqrt(D)
     (10) dv_j    = sum_i p_ij do_i
 
-Scan. The state h_t enters the loss directly and through h_{t+1}, and d_t is its whole gradient.
+Scan. The state h_t has the gate g_t and the input x_t. It enters the loss directly, where its
+gradient is dh_t, and through h_{t+1}. d_t is its whole gradient.
 
     (11) h_t  = g_t h_{t-1} + (1 - g_t) x_t
     (12) d_t  = dh_t + g_{t+1} d_{t+1}
@@ -44,27 +45,32 @@ Scan. The state h_t enters the loss directly and through h_{t+1}, and d_t is its
 
 (12) is a scan from right to left.
 
-Each operator stands here twice, as X_naive, which follows the equations in plain loops and is
-what the tests compare with, and as the reference implementation, which is fast PyTorch code.
-kernels_triton.py has each operator but merge once more, in Triton. A call passes through
+Each operator stands here twice. A function whose name ends in _naive follows the equations as they
+are written, and the tests compare with it. The reference implementation is fast PyTorch code.
+kernels_triton.py has each operator but merge once more, in Triton. A call passes through these
+functions, from left to right:
 
     attend_by_position  run_attend            attend_forward    query_blocks  fused_block
     its backward pass   run_attend_gradients  attend_gradients  query_blocks  fused_block_backward
     scan                run_scan              scan_forward      linear_recurrence
     its backward pass   run_scan_gradients    scan_gradients    linear_recurrence
 
-The run_ functions call the reference or, where Triton runs, a launcher of kernels_triton.py.
-Triton runs on GPUs. The reference runs on CPUs, for float64 and where triton is not installed.
-A line on stderr tells which of the two runs. On a CPU, fused_block calls torch's own attention,
-which is compiled C++, and attend_block, which is written out, runs on a GPU without Triton. A
-backward pass with a dlse is written out (attend_block_backward) on a CPU, too. merge needs no
-Triton kernel, because torch.compile fuses it where a model is compiled.
+The run_ functions call the reference implementation, in the third column, or a launcher of
+kernels_triton.py in its place. The launcher is called on a GPU with triton (and where Triton's
+interpreter is on), unless the tensors are float64. A line on stderr tells which of the two runs.
+The reference implementation has two functions for a block of queries. On a CPU it calls
+fused_block, which calls torch's own attention in compiled C++. On other devices it calls
+attend_block, which is written out in PyTorch. The backward pass has fused_block_backward and
+attend_block_backward in the same way, but with a dlse it takes attend_block_backward on a CPU,
+too. merge needs no Triton kernel. The reference implementation calls it for own pairs (see
+attend_by_position), which Triton computes without it, and torch.compile fuses it where a model is
+compiled.
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
 (RAT, whose recurrence is scan's, 2507.04416).
 
-Letters that this file adds: i is a query, j a key, n the number of chunks in scan. Where a
+Letters that this file adds: i is a query, j a key, and n the number of chunks in scan. Where a
 function works on a block of queries, T and S count the block's queries and keys.
 """
 import functools
@@ -108,9 +114,10 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     stands for 0, 1, 2, ...
     slopes (H,): ALiBi's. -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores. Slopes get no
     gradient.
-    own: one more key of each query, which is visible to this query alone, as its score
-    (B, H, T) and its value (B, H, T, D). A score is finite, and is taken as it is. The result is
-    that of merge(value, score, out, lse), without the pass over out that merge takes.
+    own (score, value): each query has one more key, which is visible to this query alone. It is
+    given by its score (B, H, T), which must be finite and which takes the place of (1), and by
+    its value (B, H, T, D). The result is that of merge(value, score, out, lse). In Triton it costs
+    no further pass over out, as merge does.
 
     Returns out (B, H, T, D) in q's dtype, or in the dtype of own's value, and lse (B, H, T) in
     float32 (float64 for float64). Both are differentiable in q, k, v and own, by first
@@ -127,17 +134,18 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
 
 def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None,
                                 window=None):
-    """Return dq, dk and dv as far as these keys contribute to them, where the softmax may be over
-    further keys. out (B, H, T, D) in q's dtype and lse (B, H, T) are those of the whole softmax,
-    do is the gradient of out, and dlse is 0. The other arguments are attend_by_position's. The
-    contributions of disjoint sets of keys to dq add up. The result is not differentiable."""
+    """Return dq, dk and dv of these queries and keys, where the softmax may be over further keys:
+    out (B, H, T, D) in q's dtype, lse (B, H, T) and do, the gradient of out, are those of the
+    whole softmax, and dlse is 0. dq is then what these keys contribute, and the contributions of
+    disjoint sets of keys add up. The other arguments are attend_by_position's. The result is not
+    differentiable."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
     return run_attend_gradients(q, k, v, out, lse, do, None, *mask)
 
 
 def attend_naive(q, k, v, q_pos, k_pos, slopes, window):
-    """Return out and lse, query by query. Positions are (B, T) and (B, S) here, and no argument is
-    None."""
+    """Return out and lse, computed query by query. Positions are (B, T) and (B, S) here, and no
+    argument is None."""
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for b, h, i, g, j, s in each_query(q, k, q_pos, k_pos, slopes, window):
         lse[b, h, i] = s.logsumexp(0)                          # (2)
@@ -147,7 +155,7 @@ def attend_naive(q, k, v, q_pos, k_pos, slopes, window):
 
 
 def attend_backward_naive(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, window):
-    """Return dq, dk and dv, query by query. The arguments are as for attend_naive."""
+    """Return dq, dk and dv, computed query by query. The arguments are as for attend_naive."""
     (dq, dk, dv), scale = (torch.zeros_like(x) for x in (q, k, v)), q.size(-1) ** -0.5
     for b, h, i, g, j, s in each_query(q, k, q_pos, k_pos, slopes, window):
         p = torch.exp(s - lse[b, h, i])
@@ -202,7 +210,7 @@ def attend_gradients(
     """Return dq, dk and dv. do (B, H, T, D) is in q's dtype, and so is out. dlse (B, H, T) may be
     None, which stands for 0."""
     q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out))
-    empty = lse == -math.inf  # dlse may be NaN in these rows.
+    empty = lse == -math.inf  # In these rows dlse may be NaN, and exp(s - lse) would be.
     lse, dlse = (x if x is None else x.masked_fill(empty, 0) for x in (lse, dlse))
     dq, dk, dv = (heads_like(x, *x.shape, dtype=lse.dtype).zero_() for x in (q, k, v))
     fused = q.device.type in FUSED and dlse is None
@@ -231,8 +239,8 @@ def attend_block_backward(q, k, v, out, lse, do, dlse, bias):
 
 
 def own_gradients(score, value, out, lse, do, dlse=None):
-    """Return the gradients of own's score and value, (7) and (10) of a single key. out and lse are
-    those of the whole softmax, as for attend_by_position_backward."""
+    """Return the gradients of own's score and value, which are (7) and (10) for a single key. out
+    and lse are those of the whole softmax, as for attend_by_position_backward."""
     p = torch.exp(score.to(lse.dtype) - lse)  # (B, H, T)
     difference = (do.to(lse.dtype) * (value.to(lse.dtype) - out)).sum(-1)  # do . v - do . out
     ds = p * (difference + (0 if dlse is None else dlse))
@@ -247,9 +255,9 @@ def expanded_heads(q, k, v):
 
 
 def query_blocks(q_pos, k_pos, slopes, window, dtype):
-    """Yield blocks of queries that attend to some keys. A block is the slice of its queries, the
-    slice of all keys that are visible to one of them, and the bias (B or 1, H or 1, T, S) to add
-    to the scores, which is -inf where a key is not visible. The keys are a slice because
+    """Yield blocks of queries that attend to some keys. A block is three things: the slice of its
+    queries, the slice of the keys that any of them attends to, and the bias (B or 1, H or 1, T, S)
+    to add to the scores, which is -inf where a key is not visible. The keys form a slice because
     positions ascend."""
     q_pos, k_pos = torch.atleast_2d(q_pos), torch.atleast_2d(k_pos)  # (B or 1, T)
     # Smaller blocks leave out more keys, larger blocks make fewer calls.
@@ -257,7 +265,8 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
     for start in range(0, q_pos.size(1), size):
         queries = slice(start, start + size)
         q = q_pos[:, queries]
-        # first counts the keys before the first query's window, last those up to the last query.
+        # A row counts the keys before the first query's window, and the keys up to the last query.
+        # The slice serves all rows, so it begins at the smallest count and ends at the largest.
         first = int((k_pos <= q[:, :1] - window).sum(1).min())
         last = int((k_pos <= q[:, -1:]).sum(1).max())
         if first < last:
@@ -296,12 +305,12 @@ def merge_naive(out_a, lse_a, out_b, lse_b):
 
 def scan(g, x, chunk, h0=None):
     """Return the states h (B, T, C) of (11) for gates g and inputs x (B, T, C), in x's dtype. The
-    state starts from h0 (B, C), where None stands for zero, and from zero at each further chunk
-    of `chunk` tokens.
+    tokens are cut into chunks of `chunk` tokens. In the first chunk the state starts from h0
+    (B, C), where None stands for zero, and in each further chunk it starts from zero.
 
-    The state is kept in float32 or better and rounded only in h, so a caller that goes on from
-    h without loss scans in float32. h is differentiable in g, x and h0, by first derivatives
-    only. The gates lie between 0 and 1."""
+    The state is kept in float32 or better and is rounded only where it is written to h. A caller
+    that goes on from h and wants no rounding therefore passes float32. h is differentiable in g,
+    x and h0, by first derivatives only. The gates lie between 0 and 1."""
     if g.shape != x.shape or g.dtype != x.dtype or chunk < 1:
         raise ValueError(f"scan: g {tuple(g.shape)} {g.dtype}, x {tuple(x.shape)} {x.dtype}, "
                          f"chunk={chunk}; the same (B, T, C) twice and 1 or more are needed")
@@ -312,7 +321,7 @@ def scan(g, x, chunk, h0=None):
 
 
 def scan_naive(g, x, chunk, h0=0):
-    """Return what scan returns, token by token."""
+    """Return what scan returns, computed token by token."""
     h = []
     for t in range(x.size(1)):
         before = h0 if t == 0 else 0 if t % chunk == 0 else h[-1]
@@ -333,8 +342,8 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
                    chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return dg, dx (B, T, C) and dh0 (B, C)."""
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
-    # (12) is h_t <- h_t + g_t h_{t-1} from right to left, with g_{t+1} for g_t. roll puts g_0 in
-    # the place of the last g_{t+1}, which does no harm because the state before it is zero.
+    # (12) is linear_recurrence from right to left, so dh and its gates g_{t+1} are flipped. The
+    # last token has no g_{t+1}. roll puts g_0 there, which is multiplied by a state of zero.
     g_next = g_n.roll(-1, 2)
     state = torch.zeros_like(dh_n[:, :, 0])
     d = linear_recurrence(g_next.flip(2), dh_n.flip(2), state).flip(2)
@@ -360,8 +369,9 @@ def out_of_chunks(x, like):
 
 
 def linear_recurrence(g, h, state):
-    """Return h after h_t <- h_t + g_t h_{t-1} along K of g and h (..., K, C), where state (..., C)
-    stands before the first. The argument h may be overwritten. For (11), h_t is (1 - g_t) x_t."""
+    """Return h (..., K, C) after h_t <- h_t + g_t h_{t-1} for each t in turn, with gates g
+    (..., K, C). state (..., C) is the h_{t-1} of the first. The argument h may be overwritten.
+    For (11) it holds (1 - g_t) x_t."""
     if h.size(-2) > 64:
         return long_recurrence(g, h, state)
     for g_t, h_t in zip(g.unbind(-2), h.unbind(-2)):
@@ -370,10 +380,11 @@ def linear_recurrence(g, h, state):
 
 
 def long_recurrence(g, h, state):
-    """Return what linear_recurrence returns, in about 2 sqrt(K) steps for K. The K positions are
-    cut into n pieces of `size`, about sqrt(K), which are all scanned at once, from zero. A state
-    that enters a piece decays in it by the product of the gates so far. The states at the ends
-    of the pieces are therefore a recurrence of the same kind, over n."""
+    """Return what linear_recurrence returns, in about 2 sqrt(K) steps where a plain loop takes K.
+    The K positions are cut into n pieces of `size` positions, which is about sqrt(K). All pieces
+    are scanned at once, from zero. A state that enters a piece decays in it by the product of the
+    gates so far. The states at the ends of the pieces are therefore a recurrence of the same
+    kind, over the n pieces."""
     K = h.size(-2)
     size = math.isqrt(K - 1) + 1
     g, h = (F.pad(y, (0, 0, 0, -K % size)).unflatten(-2, (-1, size)) for y in (g, h))
@@ -411,18 +422,19 @@ def checked_mask(q, k, v, q_pos, k_pos, slopes, window):
 
 # ---- torch's private attention for CPUs ----
 
-FUSED = {"cpu"}  # On these devices torch has attention that returns lse, which is faster.
+FUSED = {"cpu"}  # On these devices torch has a fast attention that returns lse, too.
 
 
 def fused_block(q, k, v, bias):
     """Return what attend_block returns."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=bias)
-    return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # torch has 0.
+    return out, lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)  # torch's is 0 there.
 
 
 def fused_block_backward(q, k, v, out, lse, do, dlse, bias):
-    """Return what attend_block_backward returns. dlse is None, because torch's has no dlse."""
+    """Return what attend_block_backward returns. dlse must be None, because torch's function takes
+    no gradient of lse."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=q.size(-1) ** -0.5)
 
@@ -463,8 +475,8 @@ def operator(reference, launcher):
 
 # ---- the operators as autograd and torch.compile see them ----
 
-# autograd gets a backward pass of its own for each operator, and torch.compile a function that
-# makes empty outputs with the right shapes, strides and dtypes.
+# autograd is given a backward pass for each operator (register_autograd). torch.compile is given a
+# function that makes empty outputs of the right shapes, strides and dtypes (register_fake).
 
 def attend_save(ctx, inputs, output):
     *tensors, ctx.window = inputs
