@@ -62,9 +62,9 @@ The reference implementation has two functions for a block of queries. On a CPU 
 fused_block, which calls torch's own attention in compiled C++. On other devices it calls
 attend_block, which is written out in PyTorch. The backward pass has fused_block_backward and
 attend_block_backward in the same way, but with a dlse it takes attend_block_backward on a CPU,
-too. merge needs no Triton kernel. The reference implementation calls it for own pairs (see
-attend_by_position), which Triton computes without it, and torch.compile fuses it where a model is
-compiled.
+too. merge has no Triton kernel. The reference implementation calls it for own pairs (see
+attend_by_position), which Triton computes without it. Where a model calls it and is compiled,
+torch.compile fuses it.
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
@@ -257,7 +257,7 @@ def expanded_heads(q, k, v):
 def query_blocks(q_pos, k_pos, slopes, window, dtype):
     """Yield blocks of queries that attend to some keys. A block is three things: the slice of its
     queries, the slice of the keys that any of them attends to, and the bias (B or 1, H or 1, T, S)
-    to add to the scores, which is -inf where a key is not visible. The keys form a slice because
+    to add to the scores, which is -inf where a key is not visible. The keys are a slice because
     positions ascend."""
     q_pos, k_pos = torch.atleast_2d(q_pos), torch.atleast_2d(k_pos)  # (B or 1, T)
     # Smaller blocks leave out more keys, larger blocks make fewer calls.
