@@ -4,12 +4,13 @@ they run on CPU tensors, slowly, for tests.
 
 kernels.py imports this file at the first call for a GPU. This file does not import any other file
 of the project. The launch_ functions at its end compute what the reference implementations in
-kernels.py do. The equations (1) to (14) stand in the docstring there.
+kernels.py compute. The equations (1) to (14) stand in the docstring of kernels.py.
 
-The online softmax. Query i wants out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij}. Its program reads
-the keys tile by tile. It keeps the largest score so far, m, and two sums relative to it,
-l = sum_j e^{s_ij - m} and acc = sum_j e^{s_ij - m} v_j. A tile after which the largest score is
-m' rescales both sums by alpha = e^{m - m'}:
+The online softmax. The output of query i is out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij}. A program
+of the GPU computes a tile of queries and reads the keys tile by tile. For each query it keeps the
+largest score so far, m, and two sums relative to it, l = sum_j e^{s_ij - m} and
+acc = sum_j e^{s_ij - m} v_j. If m' is the largest score after a further tile of keys, both sums
+are rescaled by alpha = e^{m - m'} and get the tile's terms:
 
     l <- alpha l + sum_j e^{s_ij - m'}          m <- m'
     acc <- alpha acc + sum_j e^{s_ij - m'} v_j
@@ -17,16 +18,16 @@ m' rescales both sums by alpha = e^{m - m'}:
 At the end out = acc / l and lse = m + log l. Scores are multiplied by log2(e), so that exp2,
 which is faster, replaces exp.
 
-Tiles. Positions ascend, so the keys that are visible to some query of a tile of queries lie in a
-range of tiles [first, last). The tiles whose keys are all visible to all of its queries are a
-range [full, rest) inside it.
+Tiles. Positions ascend. So the keys that any query of a tile attends to lie in a range of key
+tiles [first, last). The key tiles of which all queries attend to all keys are a range [full, rest)
+inside it.
 
     keys    | first .... full | full ....... rest | rest .... last |
             |     masked      |      no mask      |     masked     |   others: not loaded
 
-Each program finds the four numbers by four binary searches over the positions. An example has
-tiles of 4, positions 0, 1, 2, ... for queries and keys, a window of 10, and the queries 8 to 11.
-A cross is a visible key.
+Each program finds the four numbers by four binary searches over the positions. In this example,
+tiles have 4 queries or keys, the positions of both are 0, 1, 2, ..., the window is 10, and the
+program has the queries 8 to 11. A cross is a visible key.
 
     tile          0            1            2            3
     keys       0 1 2 3      4 5 6 7     8 9 10 11    12 13 ..
@@ -39,14 +40,15 @@ A cross is a visible key.
 Some query attends to each of the keys 0 to 11, which lie in the tiles 0, 1 and 2. All queries
 attend to the keys 2 to 8, which fill tile 1 alone.
 
-One query. A decode step has one query a row, and B H programs of one tile each would leave most
-of a GPU idle. So the visible tiles are cut into splits, each a program's, which write out and lse
-in float32, and a second kernel merges them by (4) and (5). How many splits there are depends on
-shapes alone, and which tiles they read on positions on the device. A CUDA graph over a cache of
-max_len slots therefore reads only the slots in use.
+One query. A decode step has one query a row. B H programs, one for each row and head, would leave
+most of a GPU idle. So the visible tiles are cut into splits, and each split has a program, which
+writes its out and lse in float32. A second kernel merges them by (4) and (5). The number of splits
+depends on shapes alone. The tiles that a split reads depend on the positions, which are on the
+device. A CUDA graph over a cache of max_len slots therefore reads only the slots in use. Queries
+with an own pair are not split.
 
 Padding. One variant is compiled for all lengths and strides, and for all head sizes up to
-BLOCK_D. Rows must lie at multiples of 16 elements, and `aligned` copies tensors that do not.
+BLOCK_D. Rows must lie at multiples of 16 elements, and `aligned` copies a tensor whose rows do not.
 
 Speed. On an H200, attend_by_position takes 2.0 times as long as torch's attention (SDPA) for a
 forward and backward pass over 4,096 tokens, and 1.6 times over 65,536, in bfloat16 with heads of
@@ -60,8 +62,9 @@ whenever positions change, which they do at each decode step and at each chunk o
 It has no backward pass for some keys of a larger softmax (attend_by_position_backward). On CPUs
 it has neither a backward pass nor lse.
 
-Names that this file adds: M and N are the query and key rows of a tile. x_b, x_h, x_t are the
-strides of x in row, head and token, and o_s is that of out in splits. x_ptr points to x.
+Names that this file adds: M and N are the query and key rows of a tile. x_b, x_h and x_t are the
+strides of x over rows, heads and tokens, and o_s is the stride of out over splits. x_ptr points to
+x. GROUP is H / G, the number of query heads that share a key head. biased is 1 with ALiBi.
 """
 import functools
 
@@ -72,12 +75,13 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MOST_SPLITS = 32  # The keys of one query are cut into at most so many splits.
-BEYOND = tl.constexpr(2 ** 30)  # The position of keys past the end stands after every query.
+BEYOND = tl.constexpr(2 ** 30)  # Keys past the end get this position, which is after every query.
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
-# Triton compiles a kernel again where an integer argument is 1 or a multiple of 16, and where a
-# pointer is aligned to 16 bytes. One variant serves all values of the arguments in the first list
-# and any alignment of those in the second list, which point to one number a row.
+# Triton compiles a variant of a kernel for each integer argument that is 1 or a multiple of 16, and
+# for each pointer that is aligned to 16 bytes. These lists turn this off. One variant then serves
+# all values of the arguments in the first list and any alignment of the pointers in the second
+# list, which point to one number a row.
 ATTEND = dict(
     do_not_specialize=["T", "S", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr", "k_pos_ptr",
@@ -108,7 +112,8 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def program(n_tiles, H):
-    """Return a program's tile, row and head. Row and head have 64 bits, as offsets are large."""
+    """Return a program's tile, row b and head h. b and h have 64 bits, because offsets that are
+    computed from them may need more than 32."""
     pid = tl.program_id(0)
     head = pid // n_tiles  # b H + h
     return pid % n_tiles, (head // H).to(tl.int64), (head % H).to(tl.int64)
@@ -168,9 +173,10 @@ def count_upto(pos_ptr, n, limit):
 @triton.jit
 def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased,
                BLOCK: tl.constexpr):
-    """Return tiles first <= full <= rest <= last of n ascending positions. The tiles [first, last)
-    hold all positions in (some_low, some_high], and the tiles [full, rest) hold only positions in
-    (all_low, all_high]. With ALiBi every tile needs the distances, so [full, rest) is empty."""
+    """Return the tiles first <= full <= rest <= last of n ascending positions. The tiles
+    [first, last) hold all positions in (some_low, some_high], and the tiles [full, rest) hold only
+    positions in (all_low, all_high]. With ALiBi every tile needs the distances, which only the
+    masked round computes, so [full, rest) is empty."""
     first = count_upto(pos_ptr, n, some_low) // BLOCK
     last = tl.cdiv(count_upto(pos_ptr, n, some_high), BLOCK)
     full = tl.minimum(tl.cdiv(count_upto(pos_ptr, n, all_low), BLOCK), last)
@@ -181,8 +187,8 @@ def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased,
 @triton.jit
 def visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window, biased,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return tile_spans of the keys that BLOCK_M queries from `start` attend to. A query at
-    position i attends to the keys at positions i - window < j <= i."""
+    """Return first, full, rest and last of the key tiles for BLOCK_M queries from `start`. A query
+    at position i attends to the keys at positions i - window < j <= i."""
     low = load_pos(q_pos_ptr, start, T, 0)
     high = load_pos(q_pos_ptr, tl.minimum(start + BLOCK_M, T) - 1, T, 0)
     return tile_spans(k_pos_ptr, S, low - window, high - window, low, high, biased,
@@ -191,7 +197,8 @@ def visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window, biased,
 
 @triton.jit
 def share_of(split, n_splits, first, full, rest, last):
-    """Return first, full, rest and last of a split, whose share of the tiles is one n_splits-th."""
+    """Return first, full, rest and last of one split. The tiles [first, last) are cut into n_splits
+    shares of equal size, up to one tile."""
     begin = first + (last - first) * split // n_splits
     end = first + (last - first) * (split + 1) // n_splits
     full, rest = tl.maximum(full, begin), tl.maximum(rest, begin)
@@ -201,8 +208,9 @@ def share_of(split, n_splits, first, full, rest, last):
 @triton.jit
 def tile_number(i, first, full, rest, MASKED: tl.constexpr):
     """Return the i-th tile to visit. A kernel's loop over tiles runs in two rounds, which are
-    compiled apart. The first needs no mask, and its i are the tiles full .. rest themselves. The
-    second is MASKED, and its i count the tiles first .. full and then rest .. last from 0."""
+    compiled separately. The first round needs no mask, and i runs over the tiles [full, rest)
+    themselves. The second round is MASKED. There i counts from 0, first through the tiles
+    [first, full) and then through the tiles [rest, last)."""
     if MASKED:
         return tl.where(i < full - first, first + i, rest + i - (full - first))
     else:
@@ -213,9 +221,10 @@ def tile_number(i, first, full, rest, MASKED: tl.constexpr):
 
 @triton.jit
 def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
-    """Return (1) times log2(e), for x times y transposed. Where MASKED, ALiBi's bias is in it, and
-    the score of an invisible key is -inf. q_pos and k_pos broadcast, because the queries are the
-    rows in one kernel and the columns in another."""
+    """Return the scores (1) times log2(e), whose products q . k are x times y transposed. Where
+    MASKED, they have ALiBi's bias, and the score of an invisible key is -inf. Where the queries are
+    the rows, x is q, q_pos is (M, 1) and k_pos is (1, N). In attend_dkv_kernel the keys are the
+    rows, x is k, and the shapes of the positions are (1, M) and (N, 1)."""
     s = dot(x, tl.trans(y), None) * (scale * LOG2E)  # 2^s = e^(q . k / sqrt(D))
     if MASKED:
         distance = q_pos - k_pos           # (M, N) or (N, M)
@@ -230,8 +239,8 @@ def attend_forward_kernel(
         slopes_ptr, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, own_b, own_h, own_t,
         o_s, o_b, o_h, o_t, q_pos_b, k_pos_b, T, S, D, H, GROUP, window, scale, biased,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OWN: tl.constexpr):
-    """A program computes out and lse of BLOCK_M queries of one head, (2) and (3). The sums are over
-    the visible keys of its split. Where OWN, the query's own pair is one more key."""
+    """A program computes out (3) and lse (2) of BLOCK_M queries of one head. The sums are over the
+    visible keys of its split. Where OWN, the query's own pair is one more key."""
     n_tiles = tl.cdiv(T, BLOCK_M)
     tile, b, h = program(n_tiles, H)
     start = (n_tiles - 1 - tile) * BLOCK_M  # The tiles with the most work come first.
@@ -261,7 +270,7 @@ def attend_forward_kernel(
             s = scores(q, k, q_pos[:, None], k_pos[None, :], scale, slope, window, MASKED)
             new_m = tl.maximum(m, tl.max(s, 1))  # m'
             shift = new_m
-            if MASKED:  # Without it, s - m' is NaN in a row without keys so far.
+            if MASKED:  # In a row without keys so far, s - m' would be NaN.
                 shift = tl.where(new_m == float("-inf"), 0.0, new_m)
             alpha = tl.exp2(m - shift)           # e^{m - m'}
             p = tl.exp2(s - shift[:, None])      # e^{s_ij - m'}
@@ -283,15 +292,16 @@ def attend_forward_kernel(
     out_ptr += split * o_s + b * o_b + h * o_h
     store_rows(out_ptr, start, o_t, T, D, acc / l[:, None])
     lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)
-    lse_ptr += split * (tl.num_programs(0) // n_tiles * T)  # A split has B H T of them.
+    lse_ptr += split * (tl.num_programs(0) // n_tiles * T)  # Each split writes B H T numbers.
     tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=rows < T)
 
 
 @triton.jit(do_not_specialize=["n_splits"])
 def merge_splits_kernel(outs_ptr, lses_ptr, out_ptr, lse_ptr, n_splits, D,
                         SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program merges the outs and lses of a query's splits, (4) and (5) for more than two sides.
-    outs (n_splits, B H, D) and lses (n_splits, B H) become out (B H, D) and lse (B H)."""
+    """A program merges the outs and lses of one query's splits. It computes (4) and (5) for more
+    than two sets of keys. outs (n_splits, B H, D) and lses (n_splits, B H) become out (B H, D) and
+    lse (B H)."""
     row, n_rows = tl.program_id(0), tl.num_programs(0)  # n_rows is B H.
     s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     lses = tl.load(lses_ptr + s * n_rows + row, mask=s < n_splits, other=float("-inf"))
@@ -334,7 +344,7 @@ def attend_dq_kernel(
     lse = tl.load(lse_ptr + per_row, mask=valid, other=float("-inf"))
     empty = lse == float("-inf")
     delta = tl.where(empty, 0.0, delta)               # dlse may be NaN in these rows.
-    lse = tl.where(empty, float("inf"), lse * LOG2E)  # It makes p = 2^(s - inf) = 0 there.
+    lse = tl.where(empty, float("inf"), lse * LOG2E)  # p = 2^(s - inf) is then 0 there.
     tl.store(delta_ptr + per_row, delta, mask=valid)
 
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_D)
@@ -386,7 +396,7 @@ def attend_dkv_kernel(
     v = load_rows(v_ptr, start, v_t, keys < S, D, BLOCK_D)
     low = load_pos(k_pos_ptr, start, S, 0)
     high = load_pos(k_pos_ptr, tl.minimum(start + BLOCK_N, S) - 1, S, 0)
-    first, full, rest, last = tile_spans(  # Key j is visible to the queries j <= i < j + window.
+    first, full, rest, last = tile_spans(  # Queries j <= i < j + window attend to key j.
         q_pos_ptr, T, low - 1, high - 1, low + (window - 1), high + (window - 1), biased,
         BLOCK_M)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # sum_i ds_ij q_i
@@ -434,8 +444,9 @@ def row_of(x, row):
 @triton.jit(**SCAN)
 def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, chunk,
                         BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A program computes h_t (11) of one chunk and BLOCK_C channels, by tiles of BLOCK_T tokens. A
-    tile is scanned from zero in registers, then what the state before it contributes is added."""
+    """A program computes h_t (11) of one chunk and BLOCK_C channels, in tiles of BLOCK_T tokens. It
+    scans a tile from zero in registers, and then adds what the state before the tile contributes.
+    """
     b, n, begin, end, c = scan_program(T, C, chunk, BLOCK_C)
     state = tl.load(h0_ptr + b * C + c, mask=(c < C) & (n == 0), other=0.0).to(tl.float32)
     g_ptr += b * g_b
@@ -448,7 +459,7 @@ def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, c
         # Afterwards g is the product of the gates so far, and x the state from zero.
         g, x = tl.associative_scan((g, x - g * x), 0, compose)
         h = g * state[None, :] + x      # (BLOCK_T, BLOCK_C)
-        state = row_of(h, BLOCK_T - 1)  # g = 1 and x = 0 past the end keep it.
+        state = row_of(h, BLOCK_T - 1)  # Past the end, g = 1 and x = 0 leave the state as it is.
         at = (b * T + t[:, None]) * C + c[None, :]
         tl.store(h_ptr + at, narrow(h, h_ptr.dtype.element_ty), mask=mask)
 
@@ -500,13 +511,13 @@ def new_heads(x, B, H, T, D):
 
 
 def strides(*tensors):
-    """Return the tensors' strides without the last, and 0 where a dimension is 1."""
+    """Return all strides of the tensors but the last ones, with 0 where a dimension has size 1."""
     return [s if n > 1 else 0 for x in tensors for n, s in zip(x.shape[:-1], x.stride())]
 
 
 def aligned(x):
-    """Return x (B, H, T, D) itself if its strides and D are multiples of 16 and its start is one of
-    16 bytes. Otherwise return a copy whose D is padded with zeros."""
+    """Return x (B, H, T, D) itself if its strides and D are multiples of 16 and its address is a
+    multiple of 16 bytes. Otherwise return a copy whose D is padded with zeros."""
     D = x.size(-1)
     if (x.stride(-1) == 1 and D % 16 == 0 and x.data_ptr() % 16 == 0
             and all(s % 16 == 0 for s in strides(x))):
@@ -517,7 +528,8 @@ def aligned(x):
 
 
 def cropped(x, D):
-    """Return x (B, H, T, at least D) with head size D. It is never a view of a larger tensor."""
+    """Return x (B, H, T, at least D) with head size D. The result is never a view of a larger
+    tensor."""
     return x if x.size(-1) == D else new_heads(x, *x.shape[:3], D).copy_(x[..., :D])
 
 
@@ -533,10 +545,10 @@ def summed_over_groups(x, G, D):
 # ---- tile sizes ----
 
 # Tiles are the largest that compile with no or few register spills, which
-# tests/compile_kernels.py counts. A key is the kernel's name, then 1 for GPUs with large blocks
-# (has_large_blocks) or 0, then 1 for float32 or 0 for 16 bits. "split" is the forward kernel for
-# one query. A value has (BLOCK_M, BLOCK_N, warps, stages) for head sizes up to 16, 32, 64, 128
-# and 256.
+# tests/compile_kernels.py counts. A key has the kernel's name, then 1 for GPUs with large blocks
+# (has_large_blocks) or 0 for others, then 1 for float32 or 0 for 16 bits. "split" is the forward
+# kernel for one query. A value lists (BLOCK_M, BLOCK_N, warps, stages) for head sizes up to 16, 32,
+# 64, 128 and 256.
 TILES = {
     ("forward", 1, 0): 3 * [(64, 64, 4, 3)] + [(128, 64, 8, 3), (128, 32, 8, 3)],
     ("forward", 1, 1): [(128, 64, 8, 3)] + 2 * [(64, 32, 8, 2)] + [(32, 32, 8, 1), (32, 16, 8, 2)],
@@ -577,25 +589,25 @@ def tile_options(name, D, dtype, large):
 
 
 def split_count(n_heads, S):
-    """Return how many splits the S keys of one query are cut into. n_heads is B H. All heads
-    together make two programs for each of the 132 multiprocessors of an H200, and a split has 256
-    keys or more."""
+    """Return how many splits the S keys of one query are cut into. n_heads is B H. There are so
+    many that all heads together have about two programs for each of the 132 multiprocessors of an
+    H200, but no more than S / 256 and MOST_SPLITS, and at least one."""
     return max(1, min(MOST_SPLITS, 264 // n_heads, S // 256))
 
 
 def scan_options(chunk):
-    """Return the tiles and warps of a scan kernel. A short chunk is one tile, and a tile has at
-    most 2,048 elements."""
+    """Return the tile sizes and warps of a scan kernel. A chunk of at most 64 tokens is one tile,
+    and a tile has at most 2,048 elements."""
     block = min(64, triton.next_power_of_2(chunk))
-    channels = 16 if INTERPRETED else min(256, 2048 // block)  # It scans them one by one.
+    channels = 16 if INTERPRETED else min(256, 2048 // block)  # The interpreter scans one by one.
     return dict(BLOCK_T=block, BLOCK_C=channels, num_warps=4)
 
 
 # ---- the launchers, which kernels.py calls ----
 
 def mask_pointers(q_pos, k_pos, slopes, lse):
-    """Return the kernels' arguments for the mask: the pointers, the strides of positions in rows,
-    and whether there is a bias."""
+    """Return the kernels' arguments for the mask: the pointers, the strides of the positions over
+    rows, and whether there is a bias. lse stands in for slopes that are not there."""
     pos = [p.contiguous() for p in (q_pos, k_pos)]
     bias = lse if slopes is None else slopes.to(torch.float32).contiguous()  # Any pointer will do.
     return [*pos, bias], [p.size(-1) if p.dim() == 2 else 0 for p in pos], int(slopes is not None)
@@ -628,7 +640,7 @@ def launch_attend_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, wi
     """Return dq, dk and dv, which are like q, k and v."""
     (B, H, T, D), (G, S) = q.shape, k.shape[1:3]
     q, k, v, out, do = (aligned(x) for x in (q, k, v, out, do))
-    lse = lse.contiguous()         # The kernels count on it.
+    lse = lse.contiguous()         # The kernels need it.
     dlse = torch.zeros_like(lse) if dlse is None else dlse.contiguous()
     delta = torch.empty_like(lse)  # The first kernel writes it.
     dq, dk, dv = (new_heads(q, B, H, n, q.size(-1)) for n in (T, S, S))  # one for each query head
@@ -646,7 +658,7 @@ def launch_attend_backward(q, k, v, out, lse, do, dlse, q_pos, k_pos, slopes, wi
 
 
 def aligned_channels(x):
-    """Return x (B, T, C), aligned."""
+    """Return x (B, T, C) as `aligned` does."""
     return aligned(x.unsqueeze(1)).squeeze(1)
 
 
