@@ -8,38 +8,39 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
 
 A line of FILE is {"prompt": "def ", "max_new_tokens": 50, "id": "a"}, in which only the prompt is
 needed. The answer is a JSON line with the id (or the line's number), the text, its tokens, exits
-(the loop that predicted each token) and seconds (since the start). An answer ends where the context
-is full; sample.py would go on. The colour of a token, with prompt=, is the loop that predicted it:
-1 blue, 2 magenta, 3 cyan.
+(for each token, the loop after which it was predicted) and seconds (since the start). An answer
+ends where the context is full, where sample.py would go on. prompt= prints each token in the colour
+of the loop after which it was predicted: 1 blue, 2 magenta, 3 cyan.
 
-Batching. A token takes loop 1, and then it may exit or take loop 2. (model_mor.py calls a loop a
-recursion.) Here two slots decode requests A and B, and C comes next. A column is a step, and A2 is
-loop 2 of a token of A:
+Batching. A token takes loop 1. Then it may exit, which means that the next token is predicted from
+it, or take loop 2. (model_mor.py calls a loop a recursion.) In the pictures, two slots decode the
+requests A and B, and C comes next. A column is a step, and A2 is loop 2 of a token of A:
 
     sequence    A1 A2 A1 .  A1 A2       a step is one loop of all: slots whose tokens have exited
                 B1 .  B1 B2 C1 C2       wait (.) for the others
     depth       A1 A2 A1 A1 A2          nobody waits: a step takes tokens in different loops
                 B1 B1 B2 C1 C2
 
-Batching over depth is possible because all loops use the same stored blocks: in relaxed with the
-deltas of each row's own loop, in mor only with share=cycle or middle_cycle. Bae et al. (2024,
-2410.20672, Section 2.4) call this continuous depth-wise batching, and simulate it with exits that
-an oracle chooses. Up to rounding, each answer is what its request would get alone.
+Batching over depth is possible because all loops use the same stored blocks. In relaxed each row
+adds the deltas of its own loop. In mor this holds only for share=cycle and middle_cycle. Bae et al.
+(2024, 2410.20672, Section 2.4) call this continuous depth-wise batching, and they simulate it with
+exits that an oracle chooses. Up to rounding, each answer is what its request would get alone.
 
 Words.
 
     request     a prompt to continue, and its answer
-    slot        the place where one request is decoded (a slot of a KVCache is an entry here)
+    slot        the place where one request is decoded (decoding.py calls an entry a slot)
     lane        the keys and values of a slot's tokens in one loop
     entry       the keys and values of one token in a lane; entry p belongs to position p
 
 Exits. A slot first feeds its prompt to the model (prefill), then one token of the answer at a time.
-In mor a router decides how many recursions a token takes, and in each recursion tokens attend to
-those that took the same one. In relaxed a rule (exit=) chooses after which loop a token of the
-answer exits; a prompt takes all loops. But later tokens need the keys and values of an exited token
-in deeper loops. So an exited token stays unfinished until a later token of its slot goes deeper,
-and then takes the same loop: if fill=exact, as if it had not exited. If fill=propagate, its state
-is frozen, and the loop only makes keys and values from this state.
+In mor a router decides how many recursions a token takes, and in each recursion a token attends to
+the earlier tokens that took the same one. In relaxed a rule (exit=) chooses after which loop a
+token of the answer exits. The tokens of a prompt take all loops. But later tokens that go deeper
+need the keys and values of an exited token there. So an exited token stays unfinished. When a later
+token of its slot takes a deeper loop, the exited token takes it at the same time. If fill=exact, it
+does so as if it had not exited. If fill=propagate, its state is frozen, and the loop only makes
+keys and values from this state.
 
 Letters are those of model_gpt.py. A call has B rows of T tokens, where T = 1 or B = 1. Loops count
 from 1, and the layers of a loop from 0.
@@ -70,16 +71,16 @@ from sample import Decoding, Sampling, check_finite, check_prompts, next_tokens
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to continue, and what has become of it. The prompt and max_new_tokens, at least 1,
-    together are no more than the engine's max_len."""
+    """A prompt to continue, and its answer so far. max_new_tokens is at least 1, and the prompt's
+    length and max_new_tokens together are at most the engine's max_len."""
     prompt: list                    # token ids
     max_new_tokens: int
     id: object = None
     sampling: tuple = (0.0, 0, 1.0)                 # temperature, top_k, top_p
-    generator: torch.Generator = None               # its own random numbers, to sample
+    generator: torch.Generator = None               # its own random numbers for sampling
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
-    exits: list = field(default_factory=list)       # the loop that predicted each of them
-    reason: str = None              # why it has ended: stop (end-of-text was said) or length
+    exits: list = field(default_factory=list)       # the loop after which each was predicted
+    reason: str = None              # why it has ended: stop (end-of-text was chosen) or length
 
 
 @dataclass(eq=False)
@@ -97,16 +98,18 @@ class Token:
 class Slot:
     """The place where one request is decoded.
 
-    Along `unfinished` the number of loops taken never rises, so the newest tokens, at its end, have
-    taken the fewest. A step runs them, and those before them that have taken as many. So all tokens
-    that a slot runs in a step are in the same loop, and the statement holds after it, too."""
+    Along `unfinished` the number of loops taken never rises, so the newest tokens, which stand at
+    its end, have taken the fewest loops. A step runs these tokens and all before them that have
+    taken as many loops. So all tokens that a slot runs in a step are in the same loop. After the
+    step the number still never rises along `unfinished`."""
     number: int
     request: Request = None
     fed: list = None                # the newest tokens: a prompt, or one token of the answer
     unfinished: list = field(default_factory=list)  # tokens that take another loop, by position
 
     def feed(self, x, start):
-        """Tokens with embeddings x (T, C), at positions start, start + 1, .., take loop 1 next."""
+        """Add tokens with embeddings x (T, C) at the positions start, start + 1, .. They take loop
+        1 next."""
         self.fed = [Token(self, pos, h) for pos, h in enumerate(x, start)]
         self.unfinished += self.fed
 
@@ -123,11 +126,12 @@ class Slot:
 
 
 class Engine:
-    """Decodes requests in `slots` slots. A prompt and its answer together have up to max_len tokens
-    (None: the model's limit or, without one, 8 times block_size).
+    """The engine decodes requests in `slots` slots. A prompt and its answer together have up to
+    max_len tokens (None: the model's limit or, without one, 8 times block_size).
 
-    This is the life of four tokens in relaxed, with three loops and a prompt of two tokens. 2:1 is
-    the token at position 2, which has taken 1 loop:
+    This is the life of the tokens 0 to 3 in relaxed, with three loops and a prompt of two tokens.
+    In a slot's `unfinished`, as it is before each step, 2:1 is the token at position 2, which has
+    taken 1 loop:
 
         step  loop  unfinished   what happens
         1     1     0:0 1:0      the prompt takes loop 1
@@ -137,9 +141,9 @@ class Engine:
         5     1     2:1 3:0      3 takes loop 1 alone; it does not exit, as it is not sure
         6     2     2:1 3:1      both take loop 2, where 3 attends to the keys of 2
         7     3     2:2 3:2      both take loop 3 and are done; 3 predicts token 4"""
-    # A slot that runs more tokens than this has a call of its own, see run_layers. MANY = 1 takes
-    # 14 % longer with prompts of 4 to 16 tokens. No limit takes 14 % longer with prompts of 40 to
-    # 120 tokens.
+    # A slot that runs more tokens than this has a call of its own (see run_layers). With MANY = 1,
+    # serving takes 14 % longer if prompts have 4 to 16 tokens. Without a limit it takes 14 % longer
+    # if prompts have 40 to 120 tokens.
     MANY = 16
 
     def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="exact",
@@ -159,17 +163,17 @@ class Engine:
     def make_cache(self, cfg, dtype):
         """Make the lanes: keys and values of (lanes, 2, G, max_len, D) for each layer of a loop.
 
-        The slot with number s has lane s + (loop - 1) len(slots) for a loop. taken (lanes, max_len)
-        says of which positions a lane has keys. mor's first and last layer, with numbers -2 and -1,
-        have the lanes of loop 1 alone, because all tokens take both.
+        The slot with number s has lane s + (loop - 1) * len(slots) for a loop. taken (lanes,
+        max_len) says at which positions a lane has keys. mor's first and last layer, with numbers
+        -2 and -1, have the lanes of loop 1 alone, because all tokens take both.
 
-        So a lane has gaps: it has an entry for every position, also for a token that does not take
-        its loop, and `taken` hides this entry. model_mor.py keeps the tokens of a later recursion
-        one after the other: 6,136 bytes a token in README.md's table, where lanes take 8,192. Here
-        a call has rows in different loops, and the loops of a slot have different numbers of
-        tokens. Because of the gaps the position alone says, in every lane, where a row writes and
-        which keys come before it. Without gaps each lane would need a length, and the positions of
-        its tokens."""
+        A lane has gaps. It has an entry for every position, also for a token that does not take
+        its loop, and `taken` hides this entry. model_mor.py has no gaps, because it keeps the
+        tokens of a later recursion one after the other. That takes 6,136 bytes a token in
+        README.md's table, where lanes take 8,192. Here a call has rows in different loops, and the
+        loops of a slot have different numbers of tokens. Because of the gaps, the position alone
+        says in every lane where a row writes and which keys come before it. Without gaps, each
+        lane would need a length and the positions of its tokens."""
         zeros, n = partial(torch.zeros, device=self.device, dtype=dtype), len(self.slots)
         shape = 2, cfg.kv_heads, self.max_len, cfg.head_size
         self.kv = [zeros(n * self.n_loop, *shape) for _ in range(cfg.n_stored)]
@@ -179,7 +183,7 @@ class Engine:
         self.rope = cfg.pos == "rope" and rope_tables(pos, cfg.head_size, cfg.rope_theta, dtype)
 
     def run(self, requests):
-        """Yields each of the requests (a list of Request) when it is answered."""
+        """Yield each of the requests (a list of Request) when its answer is complete."""
         queue = deque(requests)
         while queue or self.busy():
             self.admit(queue)
@@ -190,8 +194,9 @@ class Engine:
 
     @torch.inference_mode()
     def admit(self, queue):
-        """Give free slots to the requests that wait in a queue, and feed their prompts. The lanes
-        of a slot are zeroed before, because a NaN poisons sums even under a mask."""
+        """Give free slots to the requests that wait in a queue, and feed their prompts. First the
+        lanes of a slot are set to zero, because a NaN would get into sums even where a mask hides
+        it."""
         for slot in self.slots:
             if slot.request is None and queue:
                 slot.request = queue.popleft()
@@ -205,10 +210,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self):
-        """Run one loop: of all slots or, in sequence batching, of those that are deepest. Returns
-        the requests that are answered."""
-        # 1. Who goes. In sequence batching a slot that is back at loop 1 waits for the others. The
-        # default is for lab.page, which makes steps without a busy slot.
+        """Run one loop of all slots or, in sequence batching, of the deepest slots. Return the
+        requests that end."""
+        # 1. Who goes. In sequence batching a slot that is back at loop 1 waits for the others.
+        # lab.page also makes steps without a busy slot, for which max has a default.
         slots, adapter = self.busy(), self.adapter
         if self.batching == "sequence":
             deepest = max((slot.depth() for slot in slots), default=0)
@@ -222,30 +227,32 @@ class Engine:
         for token in tokens:
             token.loop += 1
 
-        # 3. Who goes on. In mor the router chooses. In relaxed all do, also those that have exited.
+        # 3. Who goes on. In mor the router chooses. In relaxed all tokens go on, also those that
+        # have exited.
         for token in adapter.go_on([token for token in tokens if token.loop < self.n_loop]):
             token.slot.unfinished.append(token)
 
-        # 4. Who is done: slots without an unfinished token. In mor some tokens of a prompt may have
-        # left the loops in earlier steps. All of a prompt come together again, because each token
-        # needs keys in the last layer.
+        # 4. Who is done. A slot without an unfinished token is. In mor some tokens of a prompt may
+        # have left the loops in earlier steps. Here all tokens of the prompt run together again,
+        # because each of them needs keys in the last layer.
         fed = [token for slot in slots if not slot.unfinished for token in slot.fed]
         self.run_layers(adapter.after_loops, fed, loop=1)
 
-        # 5. A slot that is done, or whose newest token exits, gets the next token of its answer.
+        # 5. Who gets the next token of its answer: a slot that is done or whose newest token exits.
         return self.predict(slots)
 
     def frozen(self, token):
-        """Return whether a token's state stays as it is: it has exited, with fill=propagate."""
+        """Return whether a token's state stays as it is, because the token has exited and
+        fill=propagate is set."""
         return self.propagate and token.exited
 
     def run_layers(self, layers, tokens, loop=None):
-        """Replace the states of tokens by those after `layers`, a method of the adapter or None.
-        SlotContext explains loop.
+        """Replace the states of tokens by those after `layers`, which is a method of the adapter or
+        None. SlotContext explains loop.
 
-        All slots share a call, in which each token is a row (T = 1). There every row has a copy of
-        its slot's keys. A slot with more than MANY tokens, which are a long prompt or have exited,
-        has a call of its own, in which it is one row (B = 1)."""
+        Slots share one call, in which each token is a row (T = 1) and has a copy of its slot's
+        keys. A slot with more than MANY tokens has a call of its own, in which it is one row
+        (B = 1). Its tokens are those of a long prompt, or most of them have exited before."""
         slots = [list(its) for _, its in itertools.groupby(tokens, lambda token: token.slot)]
         calls = [(len(its), its) for its in slots if len(its) > self.MANY]
         calls.append((1, [token for its in slots if len(its) <= self.MANY for token in its]))
@@ -257,9 +264,9 @@ class Engine:
                     token.h = h
 
     def predict(self, slots):
-        """Answer the slots that are done with the loops, and those whose newest token exits by the
-        rule. A slot without a token of an answer is still in its prompt, which takes all loops.
-        Returns the requests that end."""
+        """Add a token to the answers of the slots that are done, and of those whose newest token
+        exits by the rule. The rule does not apply to a slot whose answer has no token yet, because
+        it is still in its prompt, which takes all loops. Return the requests that end."""
         asked = [slot for slot in slots
                  if not slot.unfinished or (self.rule and slot.request.tokens)]
         if not asked:
@@ -279,9 +286,9 @@ class Engine:
     def answer(self, slot, id, x):
         """Add the token id to a slot's answer and feed its embedding x (1, C), or end the answer.
 
-        The slot's newest token, which predicted id, has exited. Before the last loop this token
-        stays unfinished, so that it takes the deeper loops together with the first later token that
-        goes there."""
+        id was predicted from the slot's newest token, which has thereby exited. If this was before
+        the last loop, the newest token stays unfinished, so that it takes each deeper loop together
+        with the first later token that goes there."""
         request, last = slot.request, slot.fed[-1]
         last.exited = True
         if id == self.eot:
@@ -293,11 +300,12 @@ class Engine:
         slot.feed(x, last.pos + 1)
 
     def pick(self, slots, logits):
-        """Return a token for each slot: the likeliest, for all at once, or a sampled one."""
+        """Return a token for each slot. The likeliest tokens are found for all slots at once. A
+        token is sampled only where the request asks for it."""
         check_finite(logits)
         tokens = logits.argmax(-1).tolist()
         for n, r in enumerate(slot.request for slot in slots):
-            if r.sampling != Request.sampling:      # the default is the likeliest
+            if r.sampling != Request.sampling:      # the default is the likeliest token
                 tokens[n] = int(next_tokens(logits[n:n + 1], *r.sampling, r.generator))
         return tokens
 
@@ -311,7 +319,7 @@ def exit_rule(exit, n_loop):
     exits after a loop, where p is the probability of its likeliest next token. This confidence is
     softmax_max in the public code of CALM (Schuster et al. 2022)."""
     kind, _, bound = exit.partition(":")
-    with contextlib.suppress(ValueError):       # bound may be no number, which is refused below
+    with contextlib.suppress(ValueError):       # a bound that is no number is refused below
         bound = float(bound)
         if kind == "static" and bound in range(1, n_loop + 1):
             return lambda loop, p: loop >= bound
@@ -322,12 +330,12 @@ def exit_rule(exit, n_loop):
 
 
 class SlotContext:
-    """The attention context of a call of B rows of T tokens, in place of model_gpt's Context.
+    """The attention context of a call of B rows of T tokens takes the place of model_gpt's Context.
 
-    All tokens of a row belong to one slot and are in the same loop: in `loop` or, if it is None,
-    in the one after those that they have taken. A token attends to itself and to the earlier tokens
-    of its slot that took this loop. The bias is only a mask, because relaxed and mor have neither
-    ALiBi nor a window."""
+    All tokens of a row belong to one slot and are in the same loop. This is `loop` or, if loop is
+    None, the next loop that they have not taken. A token attends to itself and to the earlier
+    tokens of its slot that took this loop. The bias is only a mask, because relaxed and mor have
+    neither ALiBi nor a window."""
 
     def __init__(self, engine, tokens, T, loop=None):
         self.tokens, self.kv = tokens, engine.kv
@@ -341,26 +349,27 @@ class SlotContext:
         visible = torch.arange(self.S, device=engine.device) <= self.pos[..., None]
         visible = visible & engine.taken[self.lane, None, :self.S]              # (B, T, S)
         self.bias = torch.where(visible, 0.0, -math.inf)[:, None]               # (B, 1, T, S)
-        self.kept = torch.ones_like(self.pos, dtype=torch.bool)     # model_mor reads it: all
+        self.kept = torch.ones_like(self.pos, dtype=torch.bool)     # for model_mor: all tokens
         self.rope = engine.rope and [x[self.pos][:, None] for x in engine.rope]
 
     def extend(self, layer, k, v):
-        """k, v (B, G, T, D) of the tokens -> those of all tokens so far, (B, G, S, D)."""
+        """Write k and v (B, G, T, D) of the tokens. Return those of all tokens so far, (B, G, S, D)
+        each."""
         self.write(layer, k, v)
         kv = self.kv[layer][:, :, :, :self.S].index_select(0, self.lane)
         return kv.to(k.dtype).unbind(1)
 
     def write(self, layer, k, v):
-        """Write k, v (B, G, T, D) to the entries of the tokens' positions."""
+        """Write k and v (B, G, T, D) to the entries of the tokens' positions."""
         kv, new = self.kv[layer], torch.stack([k, v], 1).permute(0, 3, 1, 2, 4)
         kv[self.lane[:, None], :, :, self.pos] = new.to(kv.dtype)           # (B, T, 2, G, D)
 
 
 # ---- the models: what the engine asks of them ----
-# An adapter has `routed`, which says whether a router decides which tokens exit, and go_on(tokens),
-# which returns the tokens that take another loop. before_loops, run_loop, write_keys and
-# after_loops take states x (B, T, C) and their SlotContext, whose rows may be in different loops,
-# and return the next states. One of them is None where a model has no such layers.
+# `routed` of an adapter says whether a router decides which tokens exit. go_on(tokens) returns the
+# tokens that take another loop. before_loops, run_loop, write_keys and after_loops take states x
+# (B, T, C) and their SlotContext, whose rows may be in different loops, and return the next states.
+# before_loops, write_keys or after_loops is None where a model has no use for it.
 
 class RelaxedAdapter:
     routed, before_loops, after_loops = False, None, None
@@ -369,16 +378,16 @@ class RelaxedAdapter:
         self.model, self.cfg = model, model.cfg
 
     def run_loop(self, x, context):
-        """Run the stored blocks with each row in its loop. A block's number k is its layer here,
-        because SlotContext chooses the lanes of the loop."""
+        """Run the stored blocks with each row in its loop. The layer that a block is told is its
+        number k, because SlotContext chooses the lanes of the loop."""
         u = self.use(x, context)
         for k, block in enumerate(self.model.blocks):
             x = block(x, k, context, u)
         return x
 
     def write_keys(self, x, context):
-        """Write the keys and values that the loop makes of frozen states x, as model_relaxed's
-        Attention does. Return x as it is."""
+        """Write the keys and values that the loop makes from frozen states x. They are computed as
+        in model_relaxed's Attention. Return x as it is."""
         u, D = self.use(x, context), self.cfg.head_size
         for layer, block in enumerate(self.model.blocks):
             n, attn = block.norm1(x), block.attn
@@ -391,16 +400,16 @@ class RelaxedAdapter:
         return x
 
     def use(self, x, context):
-        """Return the use u of the stored blocks, which is the number of loops taken so far: an int
-        where all rows are in the same loop, so that deltas can be merged; else (B, n_loop) with a 1
-        in each row at its use."""
+        """Return the use u of the stored blocks, which is the number of loops that a row has taken
+        so far. Where all rows are in the same loop, u is an int, so that deltas can be merged.
+        Elsewhere it is (B, n_loop), with a 1 in each row at its use."""
         uses = {token.loop for token in context.tokens}
         if len(uses) == 1 or self.cfg.rank == 0:    # at rank 0 all uses are the same
             return uses.pop()
         return F.one_hot(context.loop - 1, self.cfg.n_loop).to(x)
 
     def go_on(self, tokens):
-        """Return all: a token that has exited also goes on, together with a later one."""
+        """Return all tokens. A token that has exited also goes on, together with a later one."""
         return tokens
 
 
@@ -423,7 +432,8 @@ class MoRAdapter:
         return x
 
     def run_loop(self, x, context):
-        """Run recursion 1 for all rows, because all recursions have the same blocks."""
+        """Run the blocks of recursion 1 for all rows, because all recursions have the same blocks.
+        The scores are those of each row's own recursion."""
         expert = self.cfg.router == "expert"
         s = self.scores(self.model.routers, x, context.loop) if expert else None
         return self.model.recursion(1, x, context, s)
@@ -439,8 +449,9 @@ class MoRAdapter:
         return x
 
     def go_on(self, tokens):
-        """Return the tokens that take another recursion: all without a router, by token choice
-        those that have not reached their depth, by expert choice those with a score s >= 0."""
+        """Return the tokens that take another recursion. Without a router these are all tokens. By
+        token choice they are those that have not reached their depth, and by expert choice those
+        with a score s >= 0."""
         model, cfg = self.model, self.cfg
         if cfg.router == "none" or not tokens:
             return tokens
@@ -455,14 +466,14 @@ class MoRAdapter:
         return itertools.compress(tokens, goes_on.tolist())
 
     def scores(self, routers, x, loop):
-        """x (B, T, C) -> scores (B, T), each by the router of its row's loop (B,)."""
+        """Return scores (B, T) of states x (B, T, C), each by the router of its row's loop (B,)."""
         s = torch.cat([router(x) for router in routers], -1)                # (B, T, n_loop)
         return s.take_along_dim(loop[:, None, None] - 1, -1)[..., 0]
 
 
 def adapter_of(model):
-    """Return the adapter of a model. A UserError says so if it has no loops, or none over the same
-    blocks."""
+    """Return the adapter of a model. Raise a UserError for a model without loops and for one whose
+    loops do not share their blocks."""
     name, adapters = type(model).__module__, {"model_relaxed": RelaxedAdapter,
                                               "model_mor": MoRAdapter}
     if name not in adapters:
@@ -509,13 +520,14 @@ def main(argv):
 
 
 def loop_fractions(loops, n_loop):
-    """Return how many of loops, one for each token, are 1, 2, .. n_loop: "1: 60%, 2: 40%"."""
+    """Return the fractions of 1, 2, .. n_loop in `loops`, which has a loop for each token, as
+    "1: 60%, 2: 40%"."""
     return ", ".join(f"{b}: {loops.count(b) / max(1, len(loops)):.0%}"
                      for b in range(1, n_loop + 1))
 
 
 def read_requests(model, tokenizer, cfg):
-    """Return the requests of the file, or that of prompt=. A UserError names a bad line."""
+    """Return the requests of the file, or the one of prompt=. A UserError names a bad line."""
     if cfg.prompt:
         return [read_request(json.dumps({"prompt": cfg.prompt}), 1, model, tokenizer, cfg)]
     text, requests = read_text(cfg.requests, f"requests={cfg.requests}"), []
@@ -531,11 +543,11 @@ def read_requests(model, tokenizer, cfg):
 
 
 def read_request(line, n, model, tokenizer, cfg):
-    """Return the Request in line n, whose answer ends where the model's context is full. The keys
-    of a line are also keys of ServeConfig, which checks them."""
+    """Return the Request in line n. Its answer ends where the model's context is full. ServeConfig
+    checks the prompt and max_new_tokens of a line, because they are also its keys."""
     given = {"id": n, "max_new_tokens": cfg.max_new_tokens}
     try:
-        given |= {**json.loads(line)}       # ** raises a TypeError for a list
+        given |= {**json.loads(line)}       # for a list, ** raises a TypeError
     except (ValueError, TypeError, RecursionError):
         raise UserError("not a JSON object") from None
     check_known(given, ["prompt", "max_new_tokens", "id"])
@@ -551,7 +563,8 @@ def read_request(line, n, model, tokenizer, cfg):
 
 
 def generator(seed, n, device):
-    """Return the random numbers of the n-th request, whatever its neighbours are."""
+    """Return the random numbers of the n-th request. They depend on seed and n alone, so that they
+    are the same whatever other requests there are."""
     [word] = np.random.SeedSequence([seed, n]).generate_state(1, np.uint64).tolist()
     return torch.Generator(device).manual_seed(word >> 1)       # a seed has 63 bits
 
@@ -562,7 +575,8 @@ def as_json(r, tokenizer, seconds):
 
 
 def in_colours(r, tokenizer):
-    # stream has one piece more than there are tokens: what is left of a character, in blue.
+    # stream yields one piece more than there are tokens, which is the rest of an unfinished
+    # character. It gets loop 1's colour.
     pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])
     new = [f"\033[{31 + (loop + 2) % 6}m{text}\033[0m" for text, loop in pieces]
     return tokenizer.decode(r.prompt) + "".join(new)
