@@ -1,12 +1,13 @@
 """
-Continue prompts by a trained model. One decoding loop, over forward and a cache, serves all models.
+Continue prompts by a trained model. One decoding loop serves all models, because it only calls
+their forward pass with a cache.
 
     python sample.py out/gpt_tiny                           500 tokens, printed as they come
     python sample.py out/gpt_tiny prompt="def main(" temperature=0.7 top_p=0.95
     python sample.py out/gpt_tiny prompt=FILE:notes.txt     the prompt is a file's text
     python sample.py out/gpt_tiny prompt=LINES:prompts.txt  a prompt a line, all in one batch
     python sample.py out/gpt_tiny num_samples=8 seed=7      eight samples in one batch
-    python sample.py out/recall prompt="3 9 1"              token ids of a task (tasks.py)
+    python sample.py out/recall prompt="3 9 1"              token ids of a task (common/tasks.py)
     python sample.py help                                   every key with its meaning
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
@@ -80,13 +81,13 @@ def check_prompts(prompts, vocab_size):
 
 # ---- decoding ----
 
-# This is the loop for prompts that start together. model_gpt.generate is a shorter one for rows of
-# equal length, and serve.py has one for requests that come and go. All three choose a token by
-# decoding.next_tokens.
+# The loop in `stream` is for prompts that start together. generate in model_gpt.py is a shorter
+# loop for rows of equal length, and serve.py has a loop for requests that come and go. All three
+# choose a token by decoding.next_tokens.
 
 def prefill(model, cache, rows):
-    """Empty the cache and feed it, in one forward, the last tokens of each row, as many as it may
-    hold. Return the logits after each row's last token, (B, V)."""
+    """Empty the cache, and run the last tokens of each row, as many as the cache may hold, in one
+    forward pass. Return the logits after each row's last token, (B, V)."""
     cache.reset()
     rows = [row[-cache.max_len:] for row in rows]
     lengths = [len(row) for row in rows]
@@ -103,8 +104,9 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
            seed=1337, vocab_size=None):
     """Continue prompts, which are lists of token ids of any lengths, as one batch.
 
-    Each step yields a list: each row's new token, or None for a row that has met eot. For the
-    prompts [5, 6, 7] and [8], of which the second meets eot after b, this is what the model reads:
+    Each step yields a list of each row's new token, which is None for a row that has ended with
+    eot. As an example, the prompts are [5, 6, 7] and [8]. a, b, c and d are new tokens, and the
+    second row ends after b. The model then reads:
 
         forward     idx              n_valid                                yields
         prefill     5 6 7 | 8 0 0    3, 1: the others are padding           a, b
@@ -112,13 +114,14 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
         a step      c | eot          1, 0: the second row gets padding      d, None
 
     When a row has filled the model's context (context_limit), its last tokens are prefilled again
-    for every further token, so that each one is predicted from exactly the last context_limit
-    tokens. That costs a pass over all of them. A model whose prefill is slow (LRT) keeps fewer of
-    them, context_kept, and then goes on by steps until its cache is full again.
+    for every further token, so that each further token is predicted from exactly the last
+    context_limit tokens. A token then costs a forward pass over all these tokens. A model whose
+    prefill is slow (LRT) keeps fewer tokens, context_kept, and then goes on by steps until its
+    cache is full again.
 
-    Sampling draws from a generator of its own, so that it changes no other random number.
-    vocab_size is the tokenizer's. The ids beyond it, by which a model's vocabulary may be padded,
-    stand for nothing and are never chosen.
+    Sampling draws from a generator of its own, so that it leaves torch's global generator as it is.
+    vocab_size is the tokenizer's. A model's vocabulary may be padded by ids beyond it. These stand
+    for nothing and are never chosen.
     """
     check_prompts(prompts, model.cfg.vocab_size)
     device = next(model.parameters()).device
@@ -133,7 +136,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
         logits = logits[:, -1, :vocab_size]
         ids = next_tokens(logits, temperature, top_k, top_p, generator)
         return ids.masked_fill(~logits.isfinite().all(-1), -1)
-    step = graphs.decoder(model, cache, choose, [generator])    # on a GPU it is one graph
+    step = graphs.decoder(model, cache, choose, [generator])    # on a GPU, a step is one CUDA graph
     ids = choose(prefill(model, cache, rows)[:, None])
     held = [min(len(row), cache.max_len) for row in rows]       # tokens of each row in the cache
     for n in range(max_new_tokens):
@@ -148,8 +151,8 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
         for row, i in zip(rows, new):
             row.extend([i] * (i is not None))
         if any(on and h >= cache.max_len for on, h in zip(live, held)):
-            # A full row keeps its last `kept` tokens. Another one keeps all that it has, and its
-            # new token if it goes on.
+            # A full row keeps its last `kept` tokens. Any other row keeps all that it has, and its
+            # new token if it goes on. on is True or False and counts as 1 or 0.
             held = [kept if h >= cache.max_len else h + on for h, on in zip(held, live)]
             logits = prefill(model, cache, [row[-size:] for row, size in zip(rows, held)])
             ids = choose(logits[:, None])
@@ -185,11 +188,12 @@ def read_prompts(text):
 
 
 def write_stream(steps, tokenizer, prompts):
-    """Print the prompt with its first new token, and then the others as they come. The bytes of an
-    unfinished character wait for the rest of it. Return how many tokens came."""
+    """Print the prompt with its first new token, and then the other tokens as they come. The bytes
+    of an unfinished character wait for the rest of it. Return how many tokens came."""
     prompt = tokenizer.decode(prompts[0])
     tokens = (token for (token,) in steps if token is not None)
-    # tokenizer.stream yields once more than there are tokens, so that count ends as their number.
+    # tokenizer.stream yields one text more than there are tokens. So count, which starts at 0, ends
+    # as the number of tokens.
     for count, text in enumerate(tokenizer.stream(tokens)):
         print(text if count else prompt + text, end="", flush=True)
     print()
