@@ -1,5 +1,9 @@
 """
-Optimizers and their schedules: AdamW, and Muon for the matrices of the blocks.
+Optimizers and their schedules. optimizer=adamw is AdamW for all parameters. optimizer=muon is Muon
+for the matrices of the blocks and AdamW for the rest.
+
+parameter_groups puts each parameter into one group, and make_optimizers makes the optimizers of the
+groups. set_schedules sets learning rate, weight decay and momentum of a group before each update.
 """
 import math
 
@@ -8,26 +12,27 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from common.keys import UserError
 
-# nanochat's groups, as the LRT paper has them (Appendix A): optimizer=muon for a model that has
-# parameter_kinds. For each kind: AdamW's rate, in units of learning_rate, and beta1. The paper
-# counts gates as scalars. At their rate of 0.5, what opens a gate, a sum over all channels,
-# would move by many units a step; so here gates learn at the head's rate. Muon is torch's,
-# without nanochat's additions.
+# nanochat's groups, as the LRT paper has them (Appendix A). They are used if optimizer=muon and the
+# model has parameter_kinds. Each kind has AdamW's rate, in units of learning_rate, and beta1. The
+# paper counts gates as scalars. At the scalars' rate, 0.5, the input of a gate's sigmoid would move
+# by many units a step, because it is a sum over all channels. So here gates learn at the head's
+# rate. Muon is torch's, without nanochat's additions.
 NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
                 beta=(125, 0.96), scalar=(125, 0.8))
-MOMENTUM = 0.95     # of Muon
-STACK = 2 ** 26     # the most numbers that Muon stacks, because a step holds some five such stacks
+MOMENTUM = 0.95     # Muon's
+STACK = 2 ** 26     # Muon stacks at most so many numbers, because a step holds about five stacks
 
 
 def blocks_of(model):
+    """Return all blocks of a model, in the order of the layers."""
     lists = [getattr(model, name, ()) for name in ("first", "blocks", "last")]     # mor has all
     return [block for blocks in lists for block in blocks]
 
 
 def parameter_groups(model, cfg):
-    """The groups of parameters with settings of their own. "kind" names a group's optimizer:
-    with optimizer=muon the matrices of the blocks go to Muon. "peak_lr" and "peak_decay" are the
-    learning rate and weight decay before the schedules."""
+    """Return the groups of parameters, each with its settings. "kind", which is "adamw" or "muon",
+    names a group's optimizer. "peak_lr" and "peak_decay" are the learning rate and weight decay
+    that the schedules scale."""
     nanochat = cfg.optimizer == "muon" and hasattr(model, "parameter_kinds")
     groups = nanochat_groups(model, cfg) if nanochat else common_groups(model, cfg)
     groups = [dict(g, peak_lr=g["lr"], peak_decay=g["weight_decay"])
@@ -39,7 +44,8 @@ def parameter_groups(model, cfg):
 
 
 def common_groups(model, cfg):
-    """Matrices and embeddings decay, vectors do not."""
+    """Return the groups of all models but nanochat's. Weight decay applies to matrices and
+    embeddings, and not to vectors."""
     kinds = by_kind(model)
     muon = kinds.pop("matrix", []) if cfg.optimizer == "muon" else []
     rest = [p for params in kinds.values() for p in params]
@@ -51,8 +57,9 @@ def common_groups(model, cfg):
 
 
 def nanochat_groups(model, cfg):
-    """Rates are for 2^19 tokens a step and grow with the root of their number. beta1 and beta2 of
-    cfg have no effect, and only matrices decay."""
+    """Return nanochat's groups. cfg has the rates for 2^19 tokens a step, and they grow with the
+    square root of the number of tokens. beta1 and beta2 of cfg have no effect, and weight decay
+    applies only to the matrices of the blocks."""
     kinds = by_kind(model)
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
     batch = math.sqrt(tokens / 2 ** 19)
@@ -69,9 +76,9 @@ def nanochat_groups(model, cfg):
 
 
 def by_kind(model):
-    """{kind: parameters}: "matrix" in a block, "embedding" for its embeddings and for matrices
-    elsewhere, "scalar" for vectors; or what the model's parameter_kinds says, {part of the
-    name: kind}."""
+    """Return {kind: parameters}. "matrix" is a matrix in a block. "embedding" is an embedding in a
+    block or any matrix outside of the blocks. "scalar" is a parameter that is no matrix. The
+    model's parameter_kinds, {part of a parameter's name: kind}, comes before these rules."""
     kinds, named = {}, getattr(model, "parameter_kinds", {})
     inside = {id(p) for block in blocks_of(model) for p in block.parameters()}
     inside -= {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -84,11 +91,12 @@ def by_kind(model):
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, which launches 23 kernels a matrix, with about as many for all matrices of a
-    shape: they are stacked, so that a product of the Newton-Schulz iteration is one batched
-    product. A matrix with more rows than columns is stacked transposed, among its likes.
-    On a GPU the iteration runs in bfloat16. On a CPU it runs in the weights' dtype, because many
-    CPUs have no instructions for bfloat16 and take twenty times as long."""
+    """torch's Muon on stacks of matrices. torch launches 23 kernels a matrix. Here about as many
+    serve all matrices of a shape, because they are stacked, so that each product of the
+    Newton-Schulz iteration is one batched product. A matrix with more rows than columns is stacked
+    transposed, together with the matrices that have its shape then. On a GPU the iteration runs in
+    bfloat16. On a CPU it runs in the weights' dtype, because many CPUs have no instructions for
+    bfloat16 and take twenty times as long."""
 
     @torch.no_grad()
     def step(self):
@@ -109,8 +117,9 @@ class Muon(torch.optim.Muon):
 
 
 def add_orthogonalized(pairs, rows, columns, group):
-    """Add to each parameter its update, orthogonalized. pairs: (parameter, update), first those of
-    shape (rows, columns) with rows <= columns, then those of shape (columns, rows)."""
+    """Add to each parameter its orthogonalized update. `pairs` are (parameter, update). First come
+    the pairs of shape (rows, columns), with rows <= columns, and then those of shape
+    (columns, rows)."""
     params, updates = zip(*pairs)
     n, lr = sum(p.size(0) == rows for p in params), group["lr"]
     updates = [whole_matrix(update) for update in updates]
@@ -119,14 +128,15 @@ def add_orthogonalized(pairs, rows, columns, group):
     if n:
         torch._foreach_add_(params[:n], shards(x[:n], params[:n]), alpha=-lr)
     if n < len(params):
-        x = x[n:].mT.contiguous()               # torch scales those with more rows than columns
-        alpha = -lr * math.sqrt(columns / rows)
+        x = x[n:].mT.contiguous()
+        alpha = -lr * math.sqrt(columns / rows)     # as torch scales a matrix with more rows
         torch._foreach_add_(params[n:], shards(x, params[n:]), alpha=alpha)
 
 
 def newton_schulz(x, group):
-    """x (N, rows, columns), rows <= columns -> matrices with the same singular vectors and with
-    singular values near 1 (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)."""
+    """Return matrices with the same singular vectors as the matrices x (N, rows, columns), where
+    rows <= columns, but with singular values near 1 (Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon)."""
     a, b, c = group["ns_coefficients"]
     x = x if x.device.type == "cpu" else x.bfloat16()
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=group["eps"])
@@ -138,13 +148,13 @@ def newton_schulz(x, group):
 
 
 def whole_matrix(x):
-    """The matrix, gathered from all processes if it is sharded, because otherwise each product of
+    """Return the matrix, gathered from all processes if it is sharded. Otherwise each product of
     the iteration would communicate."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def shards(x, params):
-    """The matrices of x (N, rows, columns), sharded if the parameters are."""
+    """Return the matrices of x (N, rows, columns), sharded if the parameters are."""
     if not isinstance(params[0], DTensor):
         return x.unbind()
     mesh = params[0].device_mesh
@@ -153,7 +163,7 @@ def shards(x, params):
 
 
 def make_optimizers(model, cfg):
-    """The optimizers of all groups."""
+    """Return the optimizers of all groups: AdamW, Muon or both."""
     groups, optimizers = parameter_groups(model, cfg), []
     for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
         if mine := [group for group in groups if group["kind"] == kind]:
@@ -162,8 +172,8 @@ def make_optimizers(model, cfg):
 
 
 def load_optimizers(optimizers, states, step, cfg):
-    """Restore the optimizers' moments after `step` steps, but not their settings: keys may change
-    on resume. What schedules set is as in the last step."""
+    """Restore the optimizers' moments after `step` steps. Their settings are not restored, because
+    keys may change on resume. The schedules are set as they were in the last step."""
     settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
     sizes = lambda groups: [len(group["params"]) for group in groups]
     if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:
@@ -180,7 +190,7 @@ def load_optimizers(optimizers, states, step, cfg):
 
 
 def lr_factor(step, cfg):
-    """The fraction of the peak learning rate for the update after `step` completed steps."""
+    """Return the fraction of the peak learning rate for the update after `step` completed steps."""
     if cfg.lr_schedule != "linear" and step < cfg.warmup_steps:
         return (step + 1) / (cfg.warmup_steps + 1)
     if cfg.lr_schedule == "cosine":
