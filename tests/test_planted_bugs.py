@@ -59,7 +59,7 @@ BUGS = {
     "LRT: memory of the position itself": ("model_lrt.py",
         "previous = shifted(m, zero)[:, subset]", "previous = m[:, subset]",
         "test_lrt.py -k each_path_is_its_equations"),
-    "gradients not cleared": ("train.py", "        optimizer.zero_grad(set_to_none=True)\n", "",
+    "gradients not cleared": ("train.py", "        run.model.zero_grad(set_to_none=True)\n", "        pass\n",
         "test_absolute.py -k plain_loop"),
     "schedules one step early": ("train.py", "set_schedules(group, run.step, run.cfg)",
         "set_schedules(group, run.step + 1, run.cfg)", "test_absolute.py -k plain_loop"),
@@ -77,7 +77,7 @@ BUGS = {
         "seed_forward(cfg.seed, run.step, 0)", "test_absolute.py -k dropout_on_branches and gpt"),
     "compile=true ignored": ("train.py", 'compiled = cfg.compile == "true" or', "compiled = ",
         "test_absolute.py -k compile_true"),
-    "dtype ignored": ("common/process.py", 'mixed = cfg.dtype == "bfloat16" or', "mixed =", "test_absolute.py -k bfloat16"),
+    "dtype ignored": ("common/process.py", 'return cfg.dtype == "bfloat16" or', "return", "test_absolute.py -k bfloat16"),
     "tokens_per_second is 0": ("train.py", '"tokens_per_second": round(rate, 1)', '"tokens_per_second": 0.0',
         "test_absolute.py -k tokens_per_second"),
 }
