@@ -493,6 +493,8 @@ def train(run):
         if run.evaluated < run.step:
             save_and_evaluate(run)
             save_last(run)                  # a longer run goes on from here, with this evaluation
+        elif run.procs.master and (run.folder / "pending.pt").exists():
+            commit(run)                     # it was killed after its last save, before this
     return True
 
 

@@ -51,6 +51,13 @@ def test_kill_at_random_moments(whole, tmp_path, data_dir, pytestconfig):
     assert len(progress) > 2, "the kills did not fall into the run"
 
 
+def test_a_kill_before_the_last_rename(whole, tmp_path, data_dir):
+    """The last state is there as pending.pt, and nothing is left to train or to evaluate."""
+    finish(tmp_path, data_dir)
+    os.replace(tmp_path / "r" / "ckpt.pt", tmp_path / "r" / "pending.pt")
+    assert finish(tmp_path, data_dir) == whole and not (tmp_path / "r" / "pending.pt").exists()
+
+
 @pytest.mark.parametrize("die_at", [
     pytest.param((call, n), marks=[pytest.mark.full] * (n < 4), id=f"{call}-{n}") for n in (1, 2, 4) for call in
     ("save", "save!", "fsync", "fsync!", "replace", "replace!", "sync_folder", "sync_folder!")])
