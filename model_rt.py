@@ -388,7 +388,7 @@ class Model(LanguageModel):
         pair. The products that the backward pass recomputes are not counted."""
         cfg = self.cfg
         again = 12.0 * cfg.n_layer * cfg.n_embd * cfg.kv_heads * cfg.head_size
-        return super().mixer_flops() + (again if cfg.recurrent else 0)
+        return LanguageModel.mixer_flops(self) + (again if cfg.recurrent else 0)
 
 
 class BlockWithoutKVNorm(Block):
