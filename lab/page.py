@@ -4,7 +4,8 @@ over depth (relaxed, mor).
 
     python -m lab.page out/mor_tiny port=8000           http://127.0.0.1:8000
     python -m lab.page out/mor_tiny out/relaxed_exit exit=confidence:0.5
-                            two runs on one page; exit= and fill= hold for those without a router
+                            two runs on one page; exit= and fill= hold for those without a router,
+                            which also write each text without exits, to compare
     curl 127.0.0.1:8000/v1/completions -d '{"prompt": "def ", "max_tokens": 50, "stream": true}'
     python -m lab.page help                             every option with its meaning
 
@@ -48,12 +49,10 @@ class PageEngine(serve.Engine):
     the end of a turn, and the first of them begins the next one. A choice is a serve.Request, and
     its id is the HTTP request of its client."""
 
-    def __init__(self, path, cfg, several):
-        model, self.tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
-        rule = ("", "exact") if several and serve.adapter_of(model).routed else (cfg.exit, cfg.fill)
-        super().__init__(model, cfg.slots, None, cfg.batching, *rule,
-                         eot=self.tokenizer.eot, vocab_size=self.tokenizer.vocab_size)
-        self.waiting, self.turn = deque(), None
+    def __init__(self, model, tokenizer, cfg, exit="", fill="exact"):
+        super().__init__(model, cfg.slots, None, cfg.batching, exit, fill, eot=tokenizer.eot,
+                         vocab_size=tokenizer.vocab_size)
+        self.tokenizer, self.waiting, self.turn = tokenizer, deque(), None
 
     async def take_turn(self):
         """Take a few steps for all choices. Before, a choice that has ended, or whose client has
@@ -186,7 +185,9 @@ async def complete(request: Request):
 async def model(name: str):
     if name not in runs:
         raise HTTPException(404, f"model {name:.60} is not here: {', '.join(runs)}")
-    return dict(id=name, object="model", created=0, owned_by="", n_loop=runs[name].n_loop)
+    run = runs[name]
+    return dict(id=name, object="model", created=0, owned_by="", n_loop=run.n_loop,
+                exits=bool(run.rule), router=getattr(run.model.cfg, "router", ""))
 
 
 @app.get("/v1/models")
@@ -223,7 +224,13 @@ def main(argv):
         name = (HERE.cwd() / path).name         # also of the path "."
         if name in runs:
             raise UserError(f"two runs are named {name}")
-        runs[name] = PageEngine(path, cfg, len(paths) > 1)
+        model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
+        rule = (cfg.exit, cfg.fill)
+        if serve.adapter_of(model).routed and len(paths) > 1:
+            rule = ()
+        runs[name] = PageEngine(model, tokenizer, cfg, *rule)
+        if runs[name].rule:         # the same weights, so that one sees what exits change
+            runs[f"{name}-without-exits"] = PageEngine(model, tokenizer, cfg)
     address = socket.getaddrinfo(cfg.host, cfg.port)[0][4][0]
     uvicorn.Server(uvicorn.Config(
         guarded if LOCAL.fullmatch(address) else app, host=cfg.host, port=cfg.port, ws="none",

@@ -19,6 +19,7 @@ import torch
 import runs
 import serve
 import train
+from common.checkpoint import load_run
 from common.keys import UserError
 from conftest import ROOT, move
 
@@ -49,7 +50,9 @@ def url(folders):
         while not (servers and servers[0].started):
             assert thread.is_alive()
             time.sleep(0.01)
-    assert page.runs["relaxed"].rule and not page.runs["mor"].rule
+    assert list(page.runs) == ["mor", "relaxed", "relaxed-without-exits"]
+    assert [bool(run.rule) for run in page.runs.values()] == [False, True, False]
+    assert page.runs["relaxed"].model is page.runs["relaxed-without-exits"].model
     yield f"http://127.0.0.1:{servers[0].servers[0].sockets[0].getsockname()[1]}"
     servers[0].should_exit = True
     thread.join()
@@ -157,7 +160,7 @@ def test_stop_strings_through_a_client(client):
 
 def test_models_and_curl(client, url):
     """curl sends a form's Content-Type; query strings are ignored."""
-    assert {m.id for m in client.models.list()} == {"mor", "relaxed"}
+    assert {m.id for m in client.models.list()} == {"mor", "relaxed", "relaxed-without-exits"}
     assert client.models.retrieve("mor").n_loop == 2
     assert "<textarea" in httpx.get(f"{url}/?x=1").text and httpx.head(url).status_code == 200
     with pytest.raises(openai.NotFoundError, match="model never is not here: mor, relaxed"):
@@ -302,8 +305,15 @@ def test_what_is_refused(argv, message, folders, monkeypatch):
         page.main(argv.format(folders).split())
 
 
+def test_a_model_says_what_its_loop_is(url):
+    """The page's sentences for the models depend on these two values."""
+    told = {model["id"]: (model["router"], model["exits"]) for model in httpx.get(f"{url}/v1/models").json()["data"]}
+    assert told == {"mor": ("expert", False), "relaxed": ("", True), "relaxed-without-exits": ("", False)}
+
+
 def test_a_run_in_bfloat16(folders):
-    run = page.PageEngine(folders / "mor", page.PageConfig(device="cpu", dtype="bfloat16"), several=False)
+    model, tokenizer, _ = load_run(folders / "mor", torch.device("cpu"), "bfloat16")
+    run = page.PageEngine(model, tokenizer, page.PageConfig())
     assert {x.dtype for x in [*run.kv, *run.model.parameters()]} == {torch.bfloat16}
 
 
