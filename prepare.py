@@ -55,8 +55,8 @@ from pathlib import Path
 import numpy as np
 
 from common.data import check_dataset, folder_name, load_data
-from common.keys import (UserError, check_name, first_line, lock, need, note, run_cli, sha256_of,
-                         split_args, typed_config, unlock)
+from common.options import (UserError, check_name, first_line, lock, need, note, run_cli,
+                            sha256_of, split_args, typed_config, unlock)
 from common.tokenizer import (HUB_NAME, SURROGATE, ByteTokenizer, CharTokenizer, check_back,
                               gpt2_tokenizer, slices, train_bpe)
 

@@ -20,8 +20,8 @@ import torch
 
 import graphs
 from common.checkpoint import load_run
-from common.keys import Keys, UserError, choice, read_text, run_cli, split_args, typed_config
-from common.process import pick_device
+from common.device import pick_device
+from common.options import Keys, UserError, choice, read_text, run_cli, split_args, typed_config
 from decoding import next_tokens
 
 

@@ -60,9 +60,9 @@ import torch
 import torch.nn.functional as F
 
 from common.checkpoint import load_run
-from common.keys import (UserError, check_known, choice, read_text, run_cli, split_args,
-                         typed_config)
-from common.process import pick_device
+from common.device import pick_device
+from common.options import (UserError, check_known, choice, read_text, run_cli, split_args,
+                            typed_config)
 from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
 from sample import Decoding, Sampling, check_finite, check_prompts, next_tokens
 

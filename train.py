@@ -10,9 +10,10 @@ The trainer of every model: one process on a CPU or GPU, or many through torchru
                                                         has made; fsdp=true shards
     python train.py help model=rt                       every option, those of model=rt too
 
-Keys are those of TrainConfig (common/process.py, where file, checkpoint and command line are
-merged) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last state), best.pt
-(the best validation loss), log.jsonl and curves.png. `step` counts completed optimizer steps.
+Keys are those of TrainConfig (common/options.py; common/process.py merges file, checkpoint and
+command line) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last state),
+best.pt (the best validation loss), log.jsonl and curves.png. `step` counts completed optimizer
+steps.
 
 On a GPU, Python takes longer to launch the kernels of a small model than they take to run.
 compile=true, which is auto's choice there, lets torch.compile fuse kernels; this takes a minute or
@@ -35,21 +36,21 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 import graphs
-from common.checkpoint import newest, read_log, save_checkpoint, sync_folder
-from common.data import bits_per_byte, data_folder, is_task
-from common.keys import (UserError, as_command, asks_help, first_line, help_text, lock,
-                         model_module, note, replace_file, run_cli, say, split_args)
+from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_initial, make_model,
+                               newest, read_log, save_checkpoint, sync_folder)
+from common.data import TextBatches, bits_per_byte, data_folder, is_task, open_data
+from common.device import (Processes, autocast, device_name, gpu_peaks, in_bfloat16, precision)
+from common.options import (TrainConfig, UserError, as_command, asks_help, first_line, help_text,
+                            lock, model_module, note, replace_file, run_cli, say, split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
-from common.process import (Processes, TrainConfig, autocast, check_tokenizer, config_file,
-                            device_name, fit_to_data, flops_of_step, load_teacher, make_model,
-                            open_batches, peak_flops, precision, read_config, set_budget,
-                            tokens_per_step)
+from common.process import config_file, read_config
 from common.sharded import gathered, shard, whole
 from common.tasks import count_right
 from prepare import PrepareConfig, prepare, tell_changes
@@ -140,6 +141,69 @@ def read_all(cfg, given, model_fields, ckpt, device):
         model.init_cache(1, 1)                  # a model without a cache says so before it trains
     set_budget(cfg, model, *((ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()))
     return batches, model, load_teacher(cfg, model, data)
+
+
+def open_batches(cfg, block_size):
+    if is_task(cfg.dataset):
+        from common.tasks import TaskBatches
+        return TaskBatches(cfg, block_size)
+    return TextBatches(open_data(cfg), cfg, block_size)
+
+
+def fit_to_data(cfg, given, batches):
+    """UserError where a key of the command line does not fit the data. Keys of a config file give
+    way: the tokenizer is the data's, and the first tokens of the validation data are the prompt
+    where none is given or the tokenizer cannot encode it."""
+    task, data = is_task(cfg.dataset), batches.train
+    # (a task has no tokenizer to choose: only the default passes)
+    made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
+    if given.get("tokenizer", made) != made:
+        raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "
+                        f"leave out tokenizer")
+    try:
+        fits = data.tokenizer.encode(cfg.sample_prompt) if cfg.sample_prompt else []
+    except UserError as e:
+        if given.get("sample_prompt"):
+            raise UserError(f"sample_prompt: {e}") from e
+        fits = []
+    if not fits:
+        ids = batches.cut(batches.val, [0])[0][0, :16].tolist()
+        text = data.tokenizer.decode(ids).replace("\0", "")    # which no option holds
+        cfg.sample_prompt = text.rstrip("\ufffd") or text
+
+
+def set_budget(cfg, model, step=0, flops=0.0):
+    """max_steps from max_flops; UserError where that is less than one step. A resumed run has
+    spent `flops` on its first steps, which may have been larger or smaller than those to come."""
+    cost = flops_of_step(cfg, model)
+    if 0 < cfg.max_flops < cost:
+        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost:.3g} "
+                        f"floating-point operations")
+    other = step * cost - flops                 # but for rounding 0 where all steps are alike
+    left = cfg.max_flops + (other if abs(other) > cost / 2 else 0)
+    if cfg.max_flops:                           # (a checkpoint holds no larger int)
+        cfg.max_steps = max(1, min(int(left / cost), 2**62))
+
+
+def load_teacher(cfg, model, data):
+    """Return the model that teacher= names, in eval mode, and the fingerprint of its weights; None
+    and "" without one. UserError if its tokens are not the data's, if it reads shorter sequences,
+    or if it stands in the run's own folder, where it would be replaced by the student."""
+    if not cfg.teacher or cfg.eval_only:
+        return None, ""
+    path, own = Path(cfg.teacher).resolve(), cfg.folder.resolve()
+    if own in (path, *path.parents):
+        raise UserError(f"teacher={cfg.teacher} is in the folder of the run itself, whose weights "
+                        f"take its place: run=NAME names another folder")
+    ckpt = load_initial(cfg.teacher, "teacher")
+    check_tokenizer(ckpt, data, f"teacher={cfg.teacher}")
+    teacher = build_model(ckpt).eval().requires_grad_(False)
+    size, limit = teacher.cfg.vocab_size, teacher.context_limit or math.inf
+    V, T = model.cfg.vocab_size, model.cfg.block_size
+    if size != V or limit < T:
+        raise UserError(f"teacher={cfg.teacher} has vocab_size={size} and takes {limit} tokens, "
+                        f"the model has vocab_size={V} and block_size={T}")
+    return teacher.to(next(model.parameters()).device), fingerprint(ckpt)
 
 
 def check_new(cfg):
@@ -390,6 +454,13 @@ def restore(run, ckpt):
 
 
 # ---- log.jsonl, one object a line ----
+
+def peak_flops(cfg, procs):
+    """Return the most floating-point operations a second that all GPUs together reach in training's
+    products, or None where gpu_peaks does not know them."""
+    peaks, part = gpu_peaks(procs.device), 1 if in_bfloat16(cfg, procs.device) else 0.5     # TF32
+    return peaks and procs.world * part * peaks[0]
+
 
 SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
 
@@ -645,6 +716,16 @@ def distil(teacher, x, y, logits, loss, aux):
     kl = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)       # (B, T)
     kd = (kl * counted).sum() / counted.sum().clamp(min=1)
     return loss + kd, {**aux, "kd": kd}
+
+
+def tokens_per_step(cfg, model):
+    """Tokens of one optimizer step, over all processes."""
+    return cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
+
+
+def flops_of_step(cfg, model):
+    """Floating-point operations of one optimizer step."""
+    return tokens_per_step(cfg, model) * model.flops_per_token()
 
 
 def clip_and_check(run, logged, stop):

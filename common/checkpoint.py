@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from common.keys import (UserError, first_line, known, model_module, names, naming, open_file,
-                         run_cli, split_args, typed_config)
+from common.options import (UserError, first_line, known, model_module, names, naming, note,
+                            open_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
 # What a checkpoint holds. Older ones have a field "rng" too, which nothing reads.
@@ -127,6 +127,20 @@ def build_model(ckpt, **overrides):
     return model
 
 
+def make_model(cfg, fields, ckpt, vocab_size):
+    """The model, initialised from the seed or with the checkpoint's weights. vocab_size is the
+    data's; a key may give a larger one."""
+    fields = {"vocab_size": vocab_size, **fields}
+    if fields["vocab_size"] < vocab_size:
+        raise UserError(f"vocab_size={fields['vocab_size']} is less than the data's {vocab_size} "
+                        f"tokens")
+    torch.manual_seed(cfg.seed)
+    if ckpt is not None:
+        return build_model(ckpt, **fields)
+    module = model_module(cfg.model)
+    return module.Model(module.Config(**fields))
+
+
 def fingerprint(ckpt) -> str:
     """Return the SHA-256 of what a checkpoint computes: of its model and its weights."""
     found = hashlib.sha256(json.dumps([ckpt["model"], ckpt["model_config"]]).encode())
@@ -158,6 +172,17 @@ def load_initial(path, key="init_from"):
         raise UserError(f"{key}={path}: {first_line(e)}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(),
             "step": 0}
+
+
+def check_tokenizer(ckpt, data, what):
+    """Weights and data must have the same tokenizer, or else ids mean different things."""
+    ours = data.tokenizer.to_dict()
+    theirs = ckpt.get("tokenizer", ours)
+    if "tokenizer" not in ckpt:
+        note(f"{what} does not tell its tokenizer; the data's is {data.tokenizer.kind}")
+    if theirs != ours:
+        raise UserError(f"{what} was trained with tokenizer {theirs.get('kind')}, which is not the "
+                        f"one of the data set ({data.tokenizer.kind}, {data.vocab_size} tokens)")
 
 
 # ---- the command line ----

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.keys import (NAME, UserError, as_command, first_line, open_file, plain_name, read_json,
-                         sha256_of)
+from common.options import (NAME, UserError, as_command, first_line, open_file, plain_name,
+                            read_json, sha256_of)
 from common.tokenizer import load_tokenizer
 
 AGAIN = "prepare.py with overwrite=true makes it again"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from common.keys import (UserError, first_line, model_module, need, note, read_json, read_text,
-                         replace_file)
+from common.options import (UserError, first_line, model_module, need, note, read_json, read_text,
+                            replace_file)
 from common.tokenizer import HUB_NAME, HFTokenizer, byte_signs, check_back, words_of_bytes
 
 

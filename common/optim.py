@@ -10,7 +10,7 @@ import math
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from common.keys import UserError
+from common.options import UserError
 
 # nanochat's groups, as the LRT paper has them (Appendix A). They are used if optimizer=muon and the
 # model has parameter_kinds. Each kind has AdamW's rate, in units of learning_rate, and beta1. The

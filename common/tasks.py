@@ -72,7 +72,7 @@ import numpy as np
 import torch
 
 from common.data import draw, spread
-from common.keys import UserError
+from common.options import UserError
 from common.tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280

@@ -11,7 +11,7 @@ from unicodedata import normalize
 
 import numpy as np
 
-from common.keys import UserError, first_line, need
+from common.options import UserError, first_line, need
 
 MAX_BPE = 1 << 18
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -50,13 +50,13 @@ from torch.utils._pytree import tree_leaves
 
 import graphs
 import kernels
-from common.checkpoint import load_run
+from common.checkpoint import check_tokenizer, load_run, make_model
 from common.data import open_data
-from common.keys import (Keys, UserError, model_module, names, run_cli, split_args,
-                         typed_config)
+from common.device import device_name, gpu_peaks, pick_device
+from common.options import (Keys, UserError, model_module, names, run_cli, split_args,
+                            typed_config)
 from common.optim import make_optimizers
-from common.process import (check_tokenizer, device_name, gpu_peaks, make_model, pick_device,
-                            read_config)
+from common.process import read_config
 from model_gpt import visible_keys
 from serve import Engine, Request, loop_fractions
 

@@ -32,11 +32,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from common.checkpoint import build_model, load_checkpoint
+from common.checkpoint import build_model, check_tokenizer, load_checkpoint
 from common.data import Windows, bits_per_byte, is_task, open_data
-from common.keys import (Keys, UserError, choice, first_line, need, run_cli, split_args,
-                         typed_config)
-from common.process import autocast, check_tokenizer, pick_device
+from common.device import autocast, pick_device
+from common.options import (Keys, UserError, choice, first_line, need, run_cli, split_args,
+                            typed_config)
 from common.tokenizer import load_tokenizer
 from sample import check_finite
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import serve
 from common.checkpoint import load_run
-from common.keys import HERE, UserError, run_cli, split_args, typed_config
-from common.process import pick_device
+from common.device import pick_device
+from common.options import HERE, UserError, run_cli, split_args, typed_config
 from sample import check_prompts
 try:
     import uvicorn

@@ -3,7 +3,7 @@ Pictures: the curves of a run (train.py), and the panels of an experiment (lab.r
 """
 import os
 
-from common.keys import need
+from common.options import need
 
 
 def draw(file, panels, title=""):

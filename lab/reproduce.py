@@ -35,10 +35,9 @@ import torch
 
 from common.checkpoint import load_checkpoint, read_log
 from common.data import data_folder
-from common.keys import (HERE, UserError, asks_help, check_known, first_line, load_yaml, lock,
-                         model_module, note, read_json, replace_file, run_cli, split_args,
-                         typed_config)
-from common.process import TrainConfig
+from common.options import (HERE, TrainConfig, UserError, asks_help, check_known, first_line,
+                            load_yaml, lock, model_module, note, read_json, replace_file, run_cli,
+                            split_args, typed_config)
 from lab.plot import draw
 
 LAB, OUT = HERE / "lab", HERE / "out"

@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 
-from common import checkpoint, keys
-from common.keys import unlock
+from common import checkpoint, options
+from common.options import unlock
 import train
 
 SMALL = ["dataset=words", "tokenizer=byte", "block_size=16", "n_layer=2", "n_head=2", "n_embd=16", "dropout=0.1",
@@ -91,7 +91,7 @@ def rank_in_child(rank, port, folder, argv, change=None):
     if change:
         change()
     sys.argv = ["train.py", *argv]
-    keys.run_cli(train.main)
+    options.run_cli(train.main)
 
 
 def kill_after(saves, process, file, rng):

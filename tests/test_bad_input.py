@@ -7,14 +7,15 @@ import sys
 import pytest
 import torch
 
-from common import checkpoint, keys
+from common import checkpoint, options
 from lab import bench, eval as evaluation
 import prepare
 import runs
 import sample
 import serve
 import train
-from common.process import TrainConfig, read_config
+from common.options import TrainConfig
+from common.process import read_config
 from conftest import ROOT, snapshot
 
 # text files of the world, by name
@@ -139,7 +140,7 @@ def refusal(main, argv, monkeypatch, capfd):
     """The one line of an error that ends a program with status 2."""
     monkeypatch.setattr(sys, "argv", ["program", *map(str, argv)])
     with pytest.raises(SystemExit) as stop:
-        keys.run_cli(main)
+        options.run_cli(main)
     out, err = capfd.readouterr()
     assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("error: ") and len(err) < 1500, err
     return err
@@ -162,13 +163,13 @@ def test_values_of_a_config_file_are_those_of_the_command_line(tmp_path, monkeyp
     lines = {"max_steps": "0100", "learning_rate": "1e-3", "seed": "1_000", "run": "'7'", "compile": "true", "grad_clip": ".5",
              "out_dir": "~/out", "init_from": "~/x", "max_flops": "1e15"}
     (tmp_path / "x.yaml").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
-    cfg = keys.typed_config(TrainConfig, keys.load_yaml(tmp_path / "x.yaml"))
-    assert cfg == keys.typed_config(TrainConfig, {**lines, "run": "7"})
+    cfg = options.typed_config(TrainConfig, options.load_yaml(tmp_path / "x.yaml"))
+    assert cfg == options.typed_config(TrainConfig, {**lines, "run": "7"})
     assert (cfg.max_steps, cfg.learning_rate, cfg.grad_clip, cfg.seed, cfg.compile) == (100, 1e-3, 0.5, 1000, "true")
     assert cfg.out_dir == os.path.expanduser("~/out") and cfg.init_from == os.path.expanduser("~/x")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert read_config({"config": "~/x.yaml", "init_from": ""})[0].folder == tmp_path / "out" / "7"
-    assert keys.split_args(["~/out/r"], most=1)[0] == [f"{tmp_path}/out/r"]
+    assert options.split_args(["~/out/r"], most=1)[0] == [f"{tmp_path}/out/r"]
 
 
 @pytest.mark.parametrize("program, key", [("train", "init_from=owner/name"), ("prepare", "n=3"), ("sample", "n=3"),
@@ -207,11 +208,11 @@ def test_another_processs_error_is_not_told_again(capfd, monkeypatch):
         raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:43745. GLHF!")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as stop:
-        keys.run_cli(main)
+        options.run_cli(main)
     assert stop.value.code == 2 and capfd.readouterr().err == ""
     for error in RuntimeError("mat1 and mat2 cannot be multiplied"), ZeroDivisionError(), KeyError("x"):
         with pytest.raises(type(error)):
-            keys.run_cli(lambda argv, error=error: (_ for _ in ()).throw(error))
+            options.run_cli(lambda argv, error=error: (_ for _ in ()).throw(error))
 
 
 def test_a_compiler_that_is_missing(world, capfd, monkeypatch):
@@ -224,7 +225,7 @@ def test_a_compiler_that_is_missing(world, capfd, monkeypatch):
     for run in ["run=fresh"], ["run=r", "overwrite=true"]:
         told = refusal(train.main, [*T, *run, "compile=true"], monkeypatch, capfd)
         assert told.startswith("error: the compiler failed (compile=false") and "): RuntimeError: No working C++ compiler" in told
-        keys.LOCKS.clear()
+        options.LOCKS.clear()
     assert snapshot(world) == before
 
 
@@ -234,9 +235,9 @@ def test_streams_that_nobody_reads(world, tmp_path, monkeypatch):
     done = subprocess.run(["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command])
     assert done.returncode == 0 and checkpoint.load_checkpoint(tmp_path / "daemon")["step"] == 6
     with open("/dev/full", "w") as full:
-        keys.say("a line", full)
-        keys.say("another line", full)
+        options.say("a line", full)
+        options.say("another line", full)
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as pipe:
-        keys.say("a line", pipe)
+        options.say("a line", pipe)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.keys import model_module
-from common.process import TrainConfig
+from common.options import model_module
+from common.options import TrainConfig
 from conftest import tiny
 from emulated_graphs import emulate
 from lab import bench

@@ -10,11 +10,11 @@ import zipfile
 import pytest
 import torch
 
-from common import checkpoint, keys
+from common import checkpoint
 import runs
 import train
 from conftest import python
-from common.keys import UserError
+from common.options import UserError, unlock
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_an_older_run_stays_until_it_is_replaced(tmp_path, data_dir, monkeypatch
             for name, value in patches.items():
                 patch.setattr(train, name, value)
             runs.run("gpt", tmp_path, data_dir, *more, *options)
-        keys.unlock(old.folder)
+        unlock(old.folder)
         assert contents(old.folder) == before
 
     def broken(*given):

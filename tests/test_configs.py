@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from common import keys
+from common import options
 from conftest import ROOT
 
 TOY = re.compile(r".*_tiny|task_.*|.*shakespeare.*|.*_uptrain")
@@ -35,8 +35,8 @@ LOSS = 2e9                  # the logits of a piece, in some copies
 
 def build(name, **changes):
     """The config's values, and its model on the meta device."""
-    values = {**keys.load_yaml(ROOT / "configs" / f"{name}.yaml"), **changes}
-    module, tokenizer = keys.model_module(values["model"]), values.get("tokenizer")
+    values = {**options.load_yaml(ROOT / "configs" / f"{name}.yaml"), **changes}
+    module, tokenizer = options.model_module(values["model"]), values.get("tokenizer")
     if "vocab_size" not in values:
         values["vocab_size"] = VOCAB.get(tokenizer) or int(tokenizer.removeprefix("bpe:"))
     fields = {f.name for f in dataclasses.fields(module.Config)}

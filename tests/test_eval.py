@@ -13,10 +13,10 @@ from lab import eval as evaluation
 from lab.eval import EvalConfig, HarnessModel, evaluate_tasks
 import runs
 from common.checkpoint import load_run
-from common.keys import UserError
+from common.options import UserError
 from conftest import MODELS, tiny
 from common.data import TextBatches, load_data
-from common.process import TrainConfig
+from common.options import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
 from test_prepare import EOT, smollm, write_model

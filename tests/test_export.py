@@ -11,7 +11,7 @@ from common import checkpoint, huggingface
 import runs
 import train
 import sample
-from common.keys import UserError, model_module
+from common.options import UserError, model_module
 from conftest import ROOT, move
 from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
 from test_gpt import cast, saved_llama, stored

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common import huggingface
-from common.keys import UserError
+from common.options import UserError
 import model_gpt
 from conftest import move, tiny
 from decoding import KVCache

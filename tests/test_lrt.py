@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import model_lrt
 from common import optim
-from common.process import TrainConfig
+from common.options import TrainConfig
 import runs
 import train
 from conftest import move, relative, tiny

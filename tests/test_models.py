@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import MODELS, SIZES, relative, tiny
 from kernel_cases import Memory
 from common import optim
-from common.process import TrainConfig
+from common.options import TrainConfig
 
 # Settings of each model that must keep the contract too, beside its defaults.
 VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_loss="both"),

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import optim
-from common.process import TrainConfig
+from common.options import TrainConfig
 from conftest import tiny
 from test_models import tokens
 

@@ -20,7 +20,7 @@ import runs
 import serve
 import train
 from common.checkpoint import load_run
-from common.keys import UserError
+from common.options import UserError
 from conftest import ROOT, move
 
 _, uvicorn, httpx, openai = map(pytest.importorskip, ("fastapi", "uvicorn", "httpx", "openai"))

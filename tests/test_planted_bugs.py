@@ -27,7 +27,7 @@ BUGS = {
         "            os.fsync(f.fileno())\n", "", "test_checkpoint.py -k order_of_a_save"),
     "pickle runs": ("common/checkpoint.py", "weights_only=True", "weights_only=False",
         "test_checkpoint.py test_shared.py -k hostile or executes"),
-    "names may leave their root": ("common/keys.py", "if not NAME.fullmatch(name)",
+    "names may leave their root": ("common/options.py", "if not NAME.fullmatch(name)",
         "if not NAME.search(name)", "test_bad_input.py -k escape"),
     "top_p one short": ("decoding.py", "p.cumsum(-1) - p >=", "p.cumsum(-1) >=",
         "test_sample.py -k by_hand"),
@@ -77,7 +77,7 @@ BUGS = {
         "seed_forward(cfg.seed, run.step, 0)", "test_absolute.py -k dropout_on_branches and gpt"),
     "compile=true ignored": ("train.py", 'compiled = cfg.compile == "true" or', "compiled = ",
         "test_absolute.py -k compile_true"),
-    "dtype ignored": ("common/process.py", 'return cfg.dtype == "bfloat16" or', "return", "test_absolute.py -k bfloat16"),
+    "dtype ignored": ("common/device.py", 'return cfg.dtype == "bfloat16" or', "return", "test_absolute.py -k bfloat16"),
     "tokens_per_second is 0": ("train.py", '"tokens_per_second": round(rate, 1)', '"tokens_per_second": 0.0',
         "test_absolute.py -k tokens_per_second"),
 }

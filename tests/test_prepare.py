@@ -1,4 +1,4 @@
-"""prepare.py, tokenizer.py, data.py, keys.py: tokenizers, sources, splits, files, what stops and failures leave."""
+"""prepare.py, tokenizer.py, data.py, options.py: tokenizers, sources, splits, files, what stops and failures leave."""
 import fcntl
 import hashlib
 import itertools
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import prepare
 import runs
 import train
-from common.keys import UserError, unlock
+from common.options import UserError, unlock
 from conftest import ROOT, python
 from common.data import load_data
 from common.huggingface import hf_tokenizer, read_tokenizer
@@ -517,7 +517,7 @@ def test_prepared_twice_the_bytes_are_the_same(tmp_path, tokenizer):
 
 SLOW = """
 import sys, time, prepare
-from common import keys
+from common import options
 def slow(cfg, files):
     for i in range(1000):
         yield f"{i} some text " * 100_000
@@ -525,7 +525,7 @@ def slow(cfg, files):
         time.sleep(0.01)
 prepare.BATCH = 20
 prepare.documents, prepare.SAMPLE_BYTES = slow, 1
-keys.run_cli(prepare.main)
+options.run_cli(prepare.main)
 """
 
 

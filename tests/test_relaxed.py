@@ -11,7 +11,7 @@ import model_relaxed
 from common import checkpoint, process
 import runs
 import train
-from common.keys import UserError
+from common.options import UserError
 from conftest import relative, tiny
 from test_gpt import dense_heads, rotate
 from test_models import assert_cache_is_forward, tokens

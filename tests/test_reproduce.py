@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.keys import UserError, split_args
+from common.options import UserError, split_args
 from common.process import read_config
 from conftest import ROOT, move
 from lab import reproduce

@@ -13,7 +13,7 @@ import model_gpt
 import model_mor
 import model_relaxed
 from common import checkpoint
-from common.keys import UserError
+from common.options import UserError
 from common.tokenizer import ByteTokenizer
 import runs
 import serve

@@ -39,7 +39,7 @@ def test_ruff_finds_nothing():
 
 
 def imports(tree):
-    """The project's modules that a file imports, in functions too: {"common.keys", "model_gpt"}."""
+    """The project's modules that a file imports, in functions too: {"common.options", "model_gpt"}."""
     modules = {name_of(f) for f in SOURCES}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -13,9 +13,9 @@ import runs
 import sample
 from common import checkpoint, tasks
 import train
-from common.keys import UserError
+from common.options import UserError
 from common.data import TextBatches, load_data
-from common.process import TrainConfig
+from common.options import TrainConfig
 from common.tokenizer import TaskTokenizer, load_tokenizer
 
 every_task = pytest.mark.parametrize("task", tasks.TASKS)

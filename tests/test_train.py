@@ -19,14 +19,14 @@ import torch
 
 import graphs
 import model_gpt
-from common import checkpoint, huggingface, keys, optim, process
+from common import checkpoint, huggingface, options, optim
 from lab import eval as evaluation
 import prepare
 import runs
 import sample
 import train
-from common.keys import UserError
-from common.process import TrainConfig, read_config, set_budget
+from common.options import TrainConfig, UserError
+from common.process import read_config
 from conftest import MODELS, ROOT, TORCHRUN, move, python, snapshot, tiny, two_processes
 from emulated_graphs import emulate
 
@@ -231,7 +231,7 @@ def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):
 @pytest.mark.parametrize("dtype, part", [("auto", 0.5), ("bfloat16", 1)])
 def test_the_fraction_of_a_known_gpus_peak(dtype, part, tmp_path, data_dir, monkeypatch):
     """In the log; products of float32 have half of it. No figure on a CPU, see the test before."""
-    monkeypatch.setattr(process, "gpu_peaks", lambda device: (1e9, 1e9))
+    monkeypatch.setattr(train, "gpu_peaks", lambda device: (1e9, 1e9))
     trainer = runs.run("gpt", tmp_path, data_dir, f"dtype={dtype}", "max_steps=2")
     for row in checkpoint.read_log(trainer.folder / "log.jsonl")[:2]:
         want = row["tokens_per_second"] * trainer.model.flops_per_token() / (part * 1e9)
@@ -244,21 +244,21 @@ def test_a_budget_of_operations(tmp_path, data_dir):
     cost = 6 * model.cfg.block_size * model.flops_per_token()
     for steps, factor in itertools.product((2, 100), (1 + 1e-9, 1 - 1e-9)):
         cfg.max_flops = steps * cost * factor
-        set_budget(cfg, model)
+        train.set_budget(cfg, model)
         assert cfg.max_steps == steps - (factor < 1)
     cfg.max_flops = 1000
     with pytest.raises(UserError, match="max_flops=1e[+]03 is less than one step of"):
-        set_budget(cfg, model)
+        train.set_budget(cfg, model)
     cfg.max_flops = 10 * cost       # of which three steps of double size have spent 6, or three alike 3 and a rounding
     for spent, steps in (6, 7), (3 + 1e-9, 10), (0.5 * 3, 11), (12, 1):
-        set_budget(cfg, model, 3, spent * cost)
+        train.set_budget(cfg, model, 3, spent * cost)
         assert cfg.max_steps == steps
     whole = runs.run("gpt", tmp_path / "whole", data_dir, "max_flops=1e8").cfg.max_steps
     half = runs.run("gpt", tmp_path, data_dir, "max_flops=1e8", stop_after=2)
     assert half.cfg.max_steps == whole > 6
     more = train.setup(runs.arguments("gpt", tmp_path, data_dir, "max_flops=1e8", "batch_size=4", "resume=true"))
     assert more.cfg.max_steps == 2 + (whole - 2) // 2
-    keys.unlock(more.folder)
+    options.unlock(more.folder)
     assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6
 
 
@@ -287,10 +287,10 @@ def test_names_from_paths(tmp_path, data_dir, capsys):
     argv = [a for a in runs.arguments("gpt", out, data_dir, "max_steps=1", f"config={file}") if a != "run=r"]
     train.main(argv)
     command = shlex.split(capsys.readouterr().out.rsplit("more text: ")[1])
-    assert command[:2] == ["python", "sample.py"] and keys.split_args(command[2:], most=None) == ([str(out / "l-ng--1")], {})
+    assert command[:2] == ["python", "sample.py"] and options.split_args(command[2:], most=None) == ([str(out / "l-ng--1")], {})
     sample.main([*command[2:], "max_new_tokens=2"])
-    assert shlex.split(keys.as_command("sample.py", path="a=1/r"))[2] == "./a=1/r"
-    assert len(keys.plain_name("_ä" * 300)) < 100 and keys.plain_name("-") == "x"
+    assert shlex.split(options.as_command("sample.py", path="a=1/r"))[2] == "./a=1/r"
+    assert len(options.plain_name("_ä" * 300)) < 100 and options.plain_name("-") == "x"
 
 
 def test_help(capsys):
@@ -388,7 +388,7 @@ def test_a_best_loss_of_another_measure(changed, forgotten, tmp_path, data_dir, 
     """It is forgotten, which is told: losses of more or other text, or of other numbers, do not compare."""
     runs.run("gpt", tmp_path, data_dir, "max_steps=2")
     resumed = train.setup(runs.arguments("gpt", tmp_path, data_dir, "resume=true", *changed))
-    keys.unlock(resumed.folder)
+    options.unlock(resumed.folder)
     assert (resumed.best_ce == math.inf) == bool(forgotten)
     assert (f"with another {forgotten}" in capsys.readouterr().out) == bool(forgotten)
 
@@ -461,8 +461,8 @@ def test_a_full_disk_has_a_name(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(Path, "write_bytes", write)
     with pytest.raises(OSError) as error:
-        keys.replace_file(tmp_path / "log.jsonl", b"text")
-    assert keys.in_one_line(error.value) == f"{tmp_path}/log.jsonl: No space left on device"
+        options.replace_file(tmp_path / "log.jsonl", b"text")
+    assert options.in_one_line(error.value) == f"{tmp_path}/log.jsonl: No space left on device"
 
 
 def test_signs_of_life(tmp_path, data_dir, monkeypatch, capsys):
@@ -609,9 +609,9 @@ def two_ranks(folder, data_dir, change, *more, meanwhile=lambda second: None):
 def test_one_process_tells_an_error(change, more, told, tmp_path, data_dir):
     """It prints one line, and the other one ends quietly. Data that are not prepared are not waited for."""
     (tmp_path / "locked").mkdir()
-    keys.lock(tmp_path / "locked")
+    options.lock(tmp_path / "locked")
     codes, (first, other) = two_ranks(tmp_path, data_dir, change, *more)
-    keys.unlock(tmp_path / "locked")
+    options.unlock(tmp_path / "locked")
     assert codes == [2, 2] and first.count("error: ") == 1 and told in first.splitlines()[-1], first + other
     assert "error" not in other and "Traceback" not in first + other, other
 
@@ -656,7 +656,7 @@ def drawn(rng, model):
     """Keys with values: every size, half of the model's own keys."""
     given = {name: rng.choice(values) for name, values in {**SIZES, **TRAINING}.items()}
     given["n_embd"] = given["n_head"] * rng.choice([3, 4, 8, 8, 16]) + (rng.random() < 0.1)
-    for f in fields(keys.model_module(model).Config):
+    for f in fields(options.model_module(model).Config):
         if f.name in given or f.name == "vocab_size" or rng.random() < 0.5:
             continue
         values = f.metadata.get("allowed") or ([True, False] if f.type is bool else NUMBERS.get(f.type))

@@ -12,7 +12,7 @@ import torch
 
 import kernels
 import model_rat
-from common.keys import UserError
+from common.options import UserError
 from model_gpt import RMSNorm, apply_rope, choice, upcast
 
 

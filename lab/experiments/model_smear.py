@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_rt
-from common.keys import UserError
+from common.options import UserError
 from model_gpt import choice
 
 

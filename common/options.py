@@ -1,5 +1,5 @@
 """
-Keys and errors: what every command line here has in common. (Training's keys: process.py.)
+Keys and errors: what every command line here has in common, and the keys of training.
 
 Arguments are key=value, checked against a dataclass whose fields are the keys; the comment beside
 a field is its help text. Bad input raises UserError: one line, exit status 2, never a traceback.
@@ -17,7 +17,7 @@ import re
 import shlex
 import sys
 import typing
-from dataclasses import MISSING, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 
 import yaml
@@ -310,6 +310,78 @@ def model_module(name):
         raise UserError(f"{module.__file__} is not a model file: it needs a dataclass Config with "
                         f"block_size, vocab_size and a default for each field, and a class Model")
     return module
+
+
+# ---- the keys of training ----
+
+# keys that are of one call of train.py: no checkpoint sets them
+START = {"run", "out_dir", "init_from", "resume", "overwrite", "eval_only"}
+
+
+@dataclass
+class TrainConfig(Keys):
+    """The keys of train.py; those of a model stand in its file, with its Config."""
+    run: str = ""  # folder of results (default: the config's name)
+    out_dir: str = "out"  # where run folders are
+    init_from: str = ""  # start from a run or Hugging Face model
+    resume: str = choice("false", "true", "auto")  # go on from ckpt.pt; auto: if there is one
+    overwrite: bool = False  # let a new run replace this one
+    eval_only: bool = False  # only evaluate ckpt.pt, or init_from
+    model: str = "gpt"  # which model_<name>.py, here or in lab/experiments
+    config: str = ""  # YAML file of keys (default: configs/<model>_tiny.yaml)
+    # data
+    dataset: str = "python"  # as for prepare.py; or task:NAME
+    tokenizer: str = "byte"  # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
+    data_dir: str = "data"  # where prepared data sets are
+    task_examples: int = 0  # fixed examples of a task (0: its own number)
+    batch_size: int = 12  # sequences in one forward pass (a micro-batch)
+    gradient_accumulation_steps: int = 1  # micro-batches a step
+    # optimization
+    max_steps: int = 2000  # optimizer steps
+    max_flops: float = 0.0  # FLOPs of training; sets max_steps (0: no limit)
+    optimizer: str = choice("adamw", "muon")  # muon: for the blocks' matrices only
+    learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: see common/optim.py)
+    muon_learning_rate: float = 0.02  # Muon's peak
+    muon_momentum_steps: int = 0  # steps of its rise from 0.85
+    weight_decay: float = 0.1  # on matrices and embeddings (lrt with muon: on matrices)
+    decay_schedule: str = choice("constant", "linear")  # of weight_decay
+    beta1: float = 0.9  # AdamW (lrt with muon: its own)
+    beta2: float = 0.99  # AdamW (lrt with muon: its own)
+    grad_clip: float = 1.0  # largest gradient norm (0: no clipping)
+    lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: constant, then falls
+    warmup_steps: int = 100  # linear warm-up of cosine and trapezoid
+    cooldown_frac: float = 0.2  # of the steps: the end that falls, of linear and trapezoid
+    min_lr_frac: float = 0.1  # where all schedules end, of the peak
+    # evaluation and logging
+    eval_interval: int = 250  # steps between evaluations and checkpoints
+    keep_interval: int = 0  # steps between step_N.pt, kept (0: none)
+    eval_batches: int = 40  # micro-batches of an evaluation (0: all)
+    exact_batches: int = 0  # of these, lrt's exact, slow ones (0: all)
+    log_interval: int = 10  # steps between lines in log.jsonl
+    sample_prompt: str = ""  # what the sample at the end continues (default: val's first words)
+    sample_tokens: int = 256  # its length in tokens (0: no sample)
+    # how to run
+    seed: int = 1337  # of the weights, the batches and dropout
+    device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
+    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 on cuda
+    compile: str = choice("auto", "true", "false", "graph")  # true: torch.compile; auto: on cuda
+    fsdp: bool = False  # torchrun: shard weights and optimizer (FSDP2)
+    teacher: str = ""  # distil from this model, named as in init_from
+
+    def __post_init__(self):
+        numbers = {key.name: (0, None) for key in fields(self) if key.type in (int, float)}
+        counts = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_steps",
+                                "eval_interval", "log_interval"), (1, None))
+        self.between(**{**numbers, **counts, "sample_tokens": (0, 2 ** 20),
+                        "beta1": (0, 0.99999), "beta2": (0, 0.99999),
+                        "cooldown_frac": (0, 1), "min_lr_frac": (0, 1)})
+        if self.resume != "false" and self.overwrite:
+            raise ValueError(f"resume={self.resume} and overwrite=true exclude each other")
+
+    @property
+    def folder(self):
+        """out_dir/run. run must be a plain name: it cannot leave out_dir."""
+        return Path(self.out_dir) / check_name(self.run, "run")
 
 
 # ---- files and names ----

@@ -1,0 +1,143 @@
+"""
+The processes of a run, and the device of each: which one, how fast it is, and in which type it
+computes.
+"""
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from common.options import UserError, first_line, typed_value
+
+
+def pick_device(name, world=1):
+    """The torch device of a device= key; with several processes on CUDA, each takes the one of
+    its LOCAL_RANK. UserError if this machine has no such device."""
+    if name == "auto":                          # gloo cannot use mps
+        mps = torch.backends.mps.is_available() and world == 1
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    if world > 1 and name not in ("cpu", "cuda"):
+        raise UserError(f"device={name} cannot be shared by {world} processes: "
+                        f"device=cuda or device=cpu can")
+    local = os.environ.get("LOCAL_RANK", 0)
+    try:
+        device = torch.device(f"cuda:{local}" if name == "cuda" else name)
+        torch.ones(1, device=device).item()     # fails if this machine has no such device
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
+        raise UserError(f"device={name} is not on this machine (device=auto finds one)") from e
+    return device
+
+
+def device_name(device):
+    """What to call the device in a line of print."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+# A GPU reaches at most so many floating-point operations a second in dense matrix products of
+# bfloat16, summed in float32, and so many bytes a second from its memory (NVIDIA's data sheets).
+# The names are whole, because variants of one GPU differ. Products of float32 in TF32 reach half
+# as many operations on each of them.
+PEAKS = {"NVIDIA A100-SXM4-40GB": (312e12, 1555e9),
+         "NVIDIA A100-SXM4-80GB": (312e12, 2039e9),
+         "NVIDIA A100-PCIE-40GB": (312e12, 1555e9),
+         "NVIDIA A100 80GB PCIe": (312e12, 1935e9),
+         "NVIDIA B200": (2250e12, 8000e9),
+         "NVIDIA GeForce RTX 3090": (71e12, 936e9),
+         "NVIDIA GeForce RTX 4090": (165.2e12, 1008e9),
+         "NVIDIA GeForce RTX 5090": (209.5e12, 1792e9),
+         "NVIDIA H100 80GB HBM3": (989e12, 3350e9),
+         "NVIDIA H100 PCIe": (756e12, 2000e9),
+         "NVIDIA H200": (989e12, 4800e9),
+         "NVIDIA L4": (121e12, 300e9),
+         "NVIDIA L40S": (362e12, 864e9)}
+
+
+def gpu_peaks(device):
+    """Return PEAKS of the device, or None if it is a CPU or a GPU that the table has not."""
+    return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def in_bfloat16(cfg, device):
+    """Return whether dtype= says that products are computed in bfloat16."""
+    return cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and device.type == "cuda")
+
+
+def precision(cfg, device):
+    """Return the name of the type in which products are computed; auto depends on the device."""
+    return "bfloat16" if in_bfloat16(cfg, device) else "float32"
+
+
+def autocast(cfg, device):
+    """The context of a forward pass: products are computed in bfloat16 where dtype= says so."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16(cfg, device))
+
+
+class Processes:
+    """This process's rank and device, and how many processes there are (torchrun's variables)."""
+
+    def __init__(self, cfg):
+        self.world = typed_value("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), int)
+        self.rank = typed_value("RANK", os.environ.get("RANK", "0"), int)
+        self.master = self.rank == 0
+        if not 0 <= self.rank < self.world:
+            raise UserError(f"RANK={self.rank} of WORLD_SIZE={self.world}: start with torchrun")
+        self.device = pick_device(cfg.device, self.world)
+        if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
+            raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is "
+                            f"not divisible by the {self.world} processes that share it")
+        if cfg.fsdp and self.world == 1:
+            raise UserError("fsdp=true needs several processes: torchrun --nproc_per_node=N "
+                            "train.py; one process takes fsdp=false, and the same checkpoints")
+
+    def join(self):
+        """Set up the GPU, and meet the other processes."""
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision("high")
+        try:
+            if self.world > 1:
+                dist.init_process_group("nccl" if cuda else "gloo",
+                                        device_id=self.device if cuda else None)
+        except (RuntimeError, ValueError) as e:
+            raise UserError(f"the {self.world} processes do not meet: {first_line(e)}") from e
+
+    def sum(self, *values):
+        """Each number summed over all processes, as floats."""
+        on = self.device if self.device.type == "cuda" else "cpu"
+        total = torch.tensor(values, dtype=torch.float64, device=on)
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def each(self, function, *given):
+        """Return function(*given), which every process computes at the same time. The first one
+        with an error tells it, and the others end without a word."""
+        result, error = None, None
+        try:
+            result = function(*given)
+        except (UserError, OSError, MemoryError) as e:
+            error = e
+        failed = self.sum(*(float(error is not None and r == self.rank) for r in range(self.world)))
+        if any(failed):
+            if self.rank == failed.index(1.0):
+                raise error
+            sys.exit(2)
+        return result
+
+    def meet(self):
+        """Wait until every process is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def leave(self):
+        """End a process of several after success. It waits for no other one: the first process may
+        write a sample for longer than a collective may take. (Call `meet` before.)"""
+        if self.world > 1:
+            # DDP and DTensor's caches keep the group, and gloo's threads with it: now and then,
+            # Python's shutdown aborts on them (exit status -6). All is written, so leave without
+            sys.stdout.flush()
+            os._exit(0)
