@@ -56,7 +56,7 @@ def choice(*allowed):
 
 @dataclass
 class BaseConfig:
-    """The fields that all models have. Each is a key of a config file."""
+    """The fields that all models have. Each is an option of a config file."""
     block_size: int = 256        # tokens of a training sequence; with RoPE the most keys of a call
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # blocks

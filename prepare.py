@@ -353,8 +353,8 @@ def write_dataset(folder, cfg) -> dict:
 
 def settings(cfg) -> dict:
     """Return the options that decide the content of a data set. Its meta.json records them."""
-    keys = "dataset", "val_fraction", "text_column", "split", "max_tokens"
-    return {"tokenizer_name": cfg.tokenizer, **{key: getattr(cfg, key) for key in keys}}
+    names = "dataset", "val_fraction", "text_column", "split", "max_tokens"
+    return {"tokenizer_name": cfg.tokenizer, **{name: getattr(cfg, name) for name in names}}
 
 
 def fingerprint(files) -> dict:
@@ -377,10 +377,10 @@ def tell_changes(folder, meta):
     source, dataset = meta.get("source"), str(meta.get("dataset"))
     with contextlib.suppress(UserError, OSError):
         now = fingerprint(source_files(dataset, meta.get("split"))[0])
-        changed = [key for key in now if isinstance(source, dict) and now[key] != source.get(key)]
+        changed = [f for f in now if isinstance(source, dict) and now[f] != source.get(f)]
         if changed:
             note(f"{dataset} has another {', '.join(changed)} than when {folder} was made from it: "
-                 f"prepare.py with the same keys and overwrite=true reads it again")
+                 f"prepare.py with the same options and overwrite=true reads it again")
 
 
 # ---- all or nothing ----

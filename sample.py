@@ -8,7 +8,7 @@ their forward pass with a cache.
     python sample.py out/gpt_tiny prompt=LINES:prompts.txt  a prompt a line, all in one batch
     python sample.py out/gpt_tiny num_samples=8 seed=7      eight samples in one batch
     python sample.py out/recall prompt="3 9 1"              token ids of a task (common/tasks.py)
-    python sample.py help                                   every key with its meaning
+    python sample.py help                                   every option with its meaning
 
 The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
 """
@@ -21,13 +21,13 @@ import torch
 import graphs
 from common.checkpoint import load_run
 from common.device import pick_device
-from common.options import Keys, UserError, choice, read_text, run_cli, split_args, typed_config
+from common.options import Options, UserError, choice, read_text, run_cli, split_args, typed_config
 from decoding import next_tokens
 
 
 @dataclass
-class Decoding(Keys):
-    """The keys of every command that decodes."""
+class Decoding(Options):
+    """The options of every command that decodes."""
     device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
     dtype: str = choice("auto", "float32", "bfloat16")  # weights, cache; auto: bfloat16 on cuda
     fast: bool = True               # false: naive code, if decoding has it; only rounding differs
@@ -35,7 +35,7 @@ class Decoding(Keys):
 
 @dataclass
 class Sampling(Decoding):
-    """The keys that sample.py and serve.py share."""
+    """The options that sample.py and serve.py share."""
     max_new_tokens: int = 500       # tokens to write after a prompt
     temperature: float = 0.8        # 0: the likeliest token; 1: the model's distribution
     top_k: int = 0                  # sample among the k likeliest tokens (0: all)
@@ -212,10 +212,10 @@ def write_batch(steps, tokenizer, prompts):
 
 
 def main(argv):
-    (path,), keys = split_args(argv, least=1, most=1)
-    cfg = typed_config(SampleConfig, keys)
+    (path,), given = split_args(argv, least=1, most=1)
+    cfg = typed_config(SampleConfig, given)
     device = pick_device(cfg.device)
-    texts = read_prompts(cfg.prompt) if "prompt" in keys else []
+    texts = read_prompts(cfg.prompt) if "prompt" in given else []
     changed = {"prefill": cfg.prefill} if cfg.prefill else {}
     model, tokenizer, ckpt = load_run(path, device, cfg.dtype, fast=cfg.fast, **changed)
     prompts = list(map(tokenizer.encode, texts or [ckpt["config"].get("sample_prompt", "\n")]))

@@ -4,7 +4,7 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
     python serve.py out/relaxed_exit requests=FILE.jsonl exit=confidence:0.9
     python serve.py out/mor_tiny requests=FILE.jsonl batching=sequence slots=32
     python serve.py out/mor_tiny prompt="def read(self, "   the text, in colours
-    python serve.py help                                    every key with its meaning
+    python serve.py help                                    every option with its meaning
 
 A line of FILE is {"prompt": "def ", "max_new_tokens": 50, "id": "a"}, in which only the prompt is
 needed. The answer is a JSON line with the id (or the line's number), the text, its tokens, exits
@@ -485,7 +485,7 @@ def adapter_of(model):
 
 @dataclass
 class EngineKeys(Decoding):
-    """The keys that serve.py and lab.page share."""
+    """The options that serve.py and lab.page share."""
     batching: str = choice("depth", "sequence")
     slots: int = 16                 # requests decoded at a time
     exit: str = ""                  # relaxed: static:LOOP | confidence:P ("": after all loops)
@@ -499,8 +499,8 @@ class ServeConfig(Sampling, EngineKeys):
 
 
 def main(argv):
-    (path,), keys = split_args(argv, least=1, most=1)
-    cfg = typed_config(ServeConfig, keys)
+    (path,), given = split_args(argv, least=1, most=1)
+    cfg = typed_config(ServeConfig, given)
     if bool(cfg.requests) == bool(cfg.prompt):
         raise UserError("give requests=FILE.jsonl (one JSON object a line) or prompt=TEXT")
     model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
@@ -544,7 +544,7 @@ def read_requests(model, tokenizer, cfg):
 
 def read_request(line, n, model, tokenizer, cfg):
     """Return the Request in line n. Its answer ends where the model's context is full. ServeConfig
-    checks the prompt and max_new_tokens of a line, because they are also its keys."""
+    checks the prompt and max_new_tokens of a line, because they are also its options."""
     given = {"id": n, "max_new_tokens": cfg.max_new_tokens}
     try:
         given |= {**json.loads(line)}       # for a list, ** raises a TypeError

@@ -2,7 +2,7 @@
 The trainer of every model: one process on a CPU or GPU, or many through torchrun.
 
     python train.py                                     a small model on Python's standard library
-    python train.py config=FILE.yaml n_layer=6          a config file, and a key in place of its
+    python train.py config=FILE.yaml n_layer=6          a config file, one option in place of its
     python train.py run=long max_steps=9000 resume=true     go on from out/long/ckpt.pt; with
                                                         resume=auto, start if there is none
     torchrun --nproc_per_node=8 train.py gradient_accumulation_steps=8      data parallel, on any
@@ -10,7 +10,7 @@ The trainer of every model: one process on a CPU or GPU, or many through torchru
                                                         has made; fsdp=true shards
     python train.py help model=rt                       every option, those of model=rt too
 
-Keys are those of TrainConfig (common/options.py; common/process.py merges file, checkpoint and
+Options are those of TrainConfig (common/options.py; common/process.py merges file, checkpoint and
 command line) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last state),
 best.pt (the best validation loss), log.jsonl and curves.png. `step` counts completed optimizer
 steps.
@@ -151,9 +151,9 @@ def open_batches(cfg, block_size):
 
 
 def fit_to_data(cfg, given, batches):
-    """UserError where a key of the command line does not fit the data. Keys of a config file give
-    way: the tokenizer is the data's, and the first tokens of the validation data are the prompt
-    where none is given or the tokenizer cannot encode it."""
+    """UserError where an option of the command line does not fit the data. Options of a config
+    file give way: the tokenizer is the data's, and the first tokens of the validation data are the
+    prompt where none is given or the tokenizer cannot encode it."""
     task, data = is_task(cfg.dataset), batches.train
     # (a task has no tokenizer to choose: only the default passes)
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
@@ -673,22 +673,22 @@ def record_micro_step(run):
     weight = torch.ones((), device=x.device, dtype=next(run.model.parameters()).dtype)
     micro_step(run, x, y, weight)               # compiles Triton's kernels, too
     clear_gradients(run)
-    keys = []
+    names = []
 
     def function(x, y, weight):
         aux, right = micro_step(run, x, y, weight)
-        keys[:] = aux
+        names[:] = aux
         return [*aux.values(), *right]
 
     def recorded(run, x, y, value):
         values = graph(x, y, torch.full_like(weight, value))
-        return dict(zip(keys, values)), values[len(keys):]
+        return dict(zip(names, values)), values[len(names):]
     try:
         graph = graphs.Graph(function, (x, y, weight))
     except RuntimeError as e:
         why = first_line(e.__context__ or e)
-        raise UserError(f"compile=graph: a step of model={run.cfg.model} with these keys cannot be "
-                        f"recorded (compile=auto trains it): {why}") from e
+        raise UserError(f"compile=graph: a step of model={run.cfg.model} with these options cannot "
+                        f"be recorded (compile=auto trains it): {why}") from e
     return recorded
 
 
@@ -769,11 +769,11 @@ def main(argv):
 
 
 def print_help(argv):
-    """The usage, then the trainer's keys and those of the chosen model."""
+    """The usage, then the trainer's options and those of the chosen model."""
     given = split_args(argv, most=None)[1]
     name = {**config_file(given), **given}.get("model", TrainConfig.model)
     print(help_text(TrainConfig, __doc__))
-    print("\n" + help_text(model_module(name).Config, f"keys of model={name}:"))
+    print("\n" + help_text(model_module(name).Config, f"options of model={name}:"))
 
 
 def finish(run, done):

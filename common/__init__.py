@@ -1,1 +1,1 @@
-"""What the commands share: keys, checkpoints, data, optimizers."""
+"""What the commands share: options, checkpoints, data, optimizers."""

@@ -112,11 +112,11 @@ def read_log(path):
 def build_model(ckpt, **overrides):
     """The model of a checkpoint with its weights, on the CPU; overrides replace Config fields."""
     module = model_module(ckpt["model"])
-    keys = {**ckpt["model_config"], **overrides}
-    for key in sorted(keys.keys() - names(module.Config)):
-        raise UserError(f"{key}={keys[key]}: model={ckpt['model']} has no such key")
+    values = {**ckpt["model_config"], **overrides}
+    for name in sorted(values.keys() - names(module.Config)):
+        raise UserError(f"{name}={values[name]}: model={ckpt['model']} has no such option")
     try:
-        model = module.Model(module.Config(**keys))
+        model = module.Model(module.Config(**values))
         if "converts" in ckpt:                  # from another model's
             module.convert(model, ckpt["weights"])
         else:
@@ -129,7 +129,7 @@ def build_model(ckpt, **overrides):
 
 def make_model(cfg, fields, ckpt, vocab_size):
     """The model, initialised from the seed or with the checkpoint's weights. vocab_size is the
-    data's; a key may give a larger one."""
+    data's; an option may give a larger one."""
     fields = {"vocab_size": vocab_size, **fields}
     if fields["vocab_size"] < vocab_size:
         raise UserError(f"vocab_size={fields['vocab_size']} is less than the data's {vocab_size} "
@@ -161,7 +161,7 @@ def load_run(path, device="cpu", dtype="float32", **overrides):
     return model, load_tokenizer(ckpt["tokenizer"]), ckpt
 
 
-def load_initial(path, key="init_from"):
+def load_initial(path, option="init_from"):
     """What init_from or teacher names, as a checkpoint: that of a run, or Hugging Face weights."""
     with contextlib.suppress(FileNotFoundError):
         return load_checkpoint(path)
@@ -169,7 +169,7 @@ def load_initial(path, key="init_from"):
     try:
         model = from_pretrained(path)
     except (UserError, ValueError, RuntimeError) as e:      # RuntimeError: no memory for its sizes
-        raise UserError(f"{key}={path}: {first_line(e)}") from e
+        raise UserError(f"{option}={path}: {first_line(e)}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(),
             "step": 0}
 
@@ -195,8 +195,8 @@ class ExportConfig:
 
 
 def main(argv):
-    (run,), keys = split_args(argv, least=1, most=1)
-    cfg = typed_config(ExportConfig, keys)
+    (run,), given = split_args(argv, least=1, most=1)
+    cfg = typed_config(ExportConfig, given)
     if not cfg.export:
         raise UserError("give one run and where to: out/NAME export=PATH")
     path, ckpt = Path(cfg.export), load_checkpoint(run)

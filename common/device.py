@@ -12,7 +12,7 @@ from common.options import UserError, first_line, typed_value
 
 
 def pick_device(name, world=1):
-    """The torch device of a device= key; with several processes on CUDA, each takes the one of
+    """The torch device of a device= option; with several processes on CUDA, each takes the one of
     its LOCAL_RANK. UserError if this machine has no such device."""
     if name == "auto":                          # gloo cannot use mps
         mps = torch.backends.mps.is_available() and world == 1

@@ -173,7 +173,7 @@ def make_optimizers(model, cfg):
 
 def load_optimizers(optimizers, states, step, cfg):
     """Restore the optimizers' moments after `step` steps. Their settings are not restored, because
-    keys may change on resume. The schedules are set as they were in the last step."""
+    options may change on resume. The schedules are set as they were in the last step."""
     settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
     sizes = lambda groups: [len(group["params"]) for group in groups]
     if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:

@@ -1,8 +1,9 @@
 """
-Keys and errors: what every command line here has in common, and the keys of training.
+Options and errors: what every command line here has in common, and the options of training.
 
-Arguments are key=value, checked against a dataclass whose fields are the keys; the comment beside
-a field is its help text. Bad input raises UserError: one line, exit status 2, never a traceback.
+Arguments are option=value, checked against a dataclass whose fields are the options; the comment
+beside a field is its help text. Bad input raises UserError: one line, exit status 2, never a
+traceback.
 """
 import contextlib
 import difflib
@@ -37,12 +38,12 @@ class UserError(Exception):
 
 
 def choice(*allowed):
-    """A field of a dataclass of keys that is one of `allowed`; the first is the default."""
+    """A field of a dataclass of options that is one of `allowed`; the first is the default."""
     return field(default=allowed[0], metadata={"allowed": allowed})
 
 
 def run_cli(main, schema=None):
-    """main(sys.argv[1:]), or the help about the keys of `schema` where that is asked for. Bad
+    """main(sys.argv[1:]), or the help about the options of `schema` where that is asked for. Bad
     input is one line on stderr and exit status 2, never a traceback."""
     open_streams()
     if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
@@ -117,29 +118,29 @@ def in_one_line(e):
     return None
 
 
-# ---- keys ----
+# ---- options ----
 
-def is_key(arg) -> bool:
-    """Whether an argument is a key: a name stands before its first =, not a part of a path."""
+def is_option(arg) -> bool:
+    """Whether an argument is an option: a name stands before its first =, not a part of a path."""
     return "=" in arg and arg.partition("=")[0].isidentifier()
 
 
 def split_args(argv, least=0, most=0):
-    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of a key given twice the last holds.
-    least, most: of arguments that are runs, not keys (None: any number)."""
-    keys = dict(arg.split("=", 1) for arg in argv if is_key(arg))
-    paths = [home(arg) for arg in argv if not is_key(arg)]
+    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of an option given twice the last
+    holds. least, most: of arguments that are runs, not options (None: any number)."""
+    given = dict(arg.split("=", 1) for arg in argv if is_option(arg))
+    paths = [home(arg) for arg in argv if not is_option(arg)]
     if most is not None and len(paths) > most:
-        raise UserError(f"argument {paths[most]!r} is not of the form key=value")
+        raise UserError(f"argument {paths[most]!r} is not of the form option=value")
     if len(paths) < least:
-        raise UserError("give one run folder or checkpoint: out/NAME [key=value ...]")
-    return paths, keys
+        raise UserError("give one run folder or checkpoint: out/NAME [option=value ...]")
+    return paths, given
 
 
-def as_command(program, *keys, path=None):
-    """A command line to copy from the screen. A path that reads like a key begins with ./"""
-    paths = [f"./{path}" if is_key(str(path)) else str(path)] if path else []
-    return f"python {program} {shlex.join([*paths, *keys])}"
+def as_command(program, *options, path=None):
+    """A command line to copy from the screen. A path that reads like an option begins with ./"""
+    paths = [f"./{path}" if is_option(str(path)) else str(path)] if path else []
+    return f"python {program} {shlex.join([*paths, *options])}"
 
 
 def note(text, file=None):
@@ -164,16 +165,16 @@ def asks_help(argv) -> bool:
 
 
 def help_text(schema, usage=None) -> str:
-    """The usage (by default the docstring of the schema's module), then its keys as they stand in
-    the source: type, default and comment."""
+    """The usage (by default the docstring of the schema's module), then its options as they stand
+    in the source: type, default and comment."""
     usage = usage or inspect.getdoc(sys.modules[schema.__module__]) or ""   # python -OO has none
     source = "\n".join(map(inspect.getsource, reversed(schema.__mro__[:-1])))
-    keys = dict(re.findall(r"^    (\w+)(: \w+ = .*)$", source, re.MULTILINE))
-    return "\n".join([usage.strip(), "", *(f"    {name}{rest}" for name, rest in keys.items())])
+    options = dict(re.findall(r"^    (\w+)(: \w+ = .*)$", source, re.MULTILINE))
+    return "\n".join([usage.strip(), "", *(f"    {name}{rest}" for name, rest in options.items())])
 
 
-class Keys:
-    """What dataclasses of keys share: checks that raise a ValueError."""
+class Options:
+    """What dataclasses of options share: checks that raise a ValueError."""
 
     def between(self, **bounds):
         """name=(low, high), both allowed; high is None where there is none."""
@@ -186,18 +187,18 @@ class Keys:
 
 def typed_config(schema, values):
     """An instance of the dataclass `schema`: its defaults, and `values`, which may be text of the
-    command line or plain values of a YAML file. UserError for an unknown key, a value of the wrong
-    type or none of choice()."""
+    command line or plain values of a YAML file. UserError for an unknown option, a value of the
+    wrong type or none of choice()."""
     kinds, typed = typing.get_type_hints(schema), {}
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
     check_known(values, kinds)
-    for key, value in values.items():
-        if key in allowed and isinstance(value, bool):      # compile: true, of a YAML file
+    for name, value in values.items():
+        if name in allowed and isinstance(value, bool):      # compile: true, of a YAML file
             value = str(value).lower()
-        typed[key] = typed_value(key, value, kinds[key])
-        if typed[key] not in allowed.get(key, [typed[key]]):
-            words = ", ".join(filter(None, allowed[key]))
-            raise UserError(f"{key}={value} must be one of: {words}")
+        typed[name] = typed_value(name, value, kinds[name])
+        if typed[name] not in allowed.get(name, [typed[name]]):
+            words = ", ".join(filter(None, allowed[name]))
+            raise UserError(f"{name}={value} must be one of: {words}")
     try:
         return schema(**typed)
     except ValueError as e:  # of the schema's own checks
@@ -205,24 +206,24 @@ def typed_config(schema, values):
 
 
 def names(*schemas) -> list:
-    """The keys of dataclasses."""
+    """The options of dataclasses."""
     return [f.name for schema in schemas for f in fields(schema)]
 
 
-def known(values, keys, what) -> dict:
-    """The values of keys that there are; a line tells each that is dropped."""
-    for key in sorted(values.keys() - set(keys), key=str):
-        note(f"{what}: {key}={values[key]!r} is dropped: there is no such key", sys.stderr)
-    return {key: value for key, value in values.items() if key in keys}
+def known(values, options, what) -> dict:
+    """The values of options that there are; a line tells each that is dropped."""
+    for name in sorted(values.keys() - set(options), key=str):
+        note(f"{what}: {name}={values[name]!r} is dropped: there is no such option", sys.stderr)
+    return {name: value for name, value in values.items() if name in options}
 
 
-def check_known(values, keys):
-    """UserError for the first of values that is none of keys."""
-    for key in map(str, values):
-        if key not in keys:
-            near = difflib.get_close_matches(key, keys, n=1)
-            hint = f"did you mean {near[0]}?" if near else "the keys are " + ", ".join(keys)
-            raise UserError(f"unknown key {key!r:.60}: {hint}")
+def check_known(values, options):
+    """UserError for the first of values that is none of options."""
+    for name in map(str, values):
+        if name not in options:
+            near = difflib.get_close_matches(name, options, n=1)
+            hint = f"did you mean {near[0]}?" if near else "the options are " + ", ".join(options)
+            raise UserError(f"unknown option {name!r:.60}: {hint}")
 
 
 PATHS = "out_dir", "data_dir", "init_from", "teacher", "config", "export", "requests"
@@ -241,7 +242,7 @@ KINDS = {int: "int (less than 2^63)", float: "float (finite)", bool: "bool (true
          str: "str (in YAML: in quotes)"}
 
 
-def typed_value(key, value, kind):
+def typed_value(name, value, kind):
     """`value` (text, or plain from a YAML file) as `kind`: int, float, bool or str. An int is
     written as one (1000, 1_000; not 2.5, 1e3, true), a float is finite."""
     text = isinstance(value, str)
@@ -254,9 +255,9 @@ def typed_value(key, value, kind):
         if kind is bool and str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
         if kind is str and text and "\0" not in value:      # no file name holds a zero byte
-            return home(value) if key in PATHS else value
+            return home(value) if name in PATHS else value
     shown = type(value).__name__ if isinstance(value, (list, dict)) else f"{value!r:.60}"
-    raise UserError(f"{key}: expected {KINDS.get(kind, kind)}, got {shown}")
+    raise UserError(f"{name}: expected {KINDS.get(kind, kind)}, got {shown}")
 
 
 class Loader(yaml.SafeLoader):
@@ -288,7 +289,7 @@ def load_yaml(file):
     try:
         return {**Loader(text).get_single_data()}
     except Exception as e:  # the YAML parser has many kinds of errors, all about this file
-        reason = " ".join(str(e).split())[:200] or "no lines of keys"
+        reason = " ".join(str(e).split())[:200] or "no lines of options"
         raise UserError(f"config={file} is not valid YAML of `option: value` lines: "
                         f"{reason}") from e
 
@@ -312,15 +313,15 @@ def model_module(name):
     return module
 
 
-# ---- the keys of training ----
+# ---- the options of training ----
 
-# keys that are of one call of train.py: no checkpoint sets them
+# options that are of one call of train.py: no checkpoint sets them
 START = {"run", "out_dir", "init_from", "resume", "overwrite", "eval_only"}
 
 
 @dataclass
-class TrainConfig(Keys):
-    """The keys of train.py; those of a model stand in its file, with its Config."""
+class TrainConfig(Options):
+    """The options of train.py; those of a model stand in its file, with its Config."""
     run: str = ""  # folder of results (default: the config's name)
     out_dir: str = "out"  # where run folders are
     init_from: str = ""  # start from a run or Hugging Face model
@@ -328,7 +329,7 @@ class TrainConfig(Keys):
     overwrite: bool = False  # let a new run replace this one
     eval_only: bool = False  # only evaluate ckpt.pt, or init_from
     model: str = "gpt"  # which model_<name>.py, here or in lab/experiments
-    config: str = ""  # YAML file of keys (default: configs/<model>_tiny.yaml)
+    config: str = ""  # YAML file of options (default: configs/<model>_tiny.yaml)
     # data
     dataset: str = "python"  # as for prepare.py; or task:NAME
     tokenizer: str = "byte"  # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
@@ -369,7 +370,7 @@ class TrainConfig(Keys):
     teacher: str = ""  # distil from this model, named as in init_from
 
     def __post_init__(self):
-        numbers = {key.name: (0, None) for key in fields(self) if key.type in (int, float)}
+        numbers = {f.name: (0, None) for f in fields(self) if f.type in (int, float)}
         counts = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_steps",
                                 "eval_interval", "log_interval"), (1, None))
         self.between(**{**numbers, **counts, "sample_tokens": (0, 2 ** 20),

@@ -1,5 +1,5 @@
 """
-The keys of training are merged here: defaults, a config file, a checkpoint and the command line.
+The options of training are merged here: defaults, a config file, a checkpoint and the command line.
 """
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,8 +12,8 @@ from common.options import (HERE, START, TrainConfig, UserError, check_known, ho
 # ---- merging: defaults < config file < checkpoint (but for free_fields) < command line ----
 
 def read_config(given):
-    """(TrainConfig, the model's Config fields, checkpoint or None) of keys of the command line, as
-    text. Of the fields, vocab_size is missing where nothing sets it: it is the data's then."""
+    """(TrainConfig, the model's Config fields, checkpoint or None) of the command line's options,
+    as text. Of the fields, vocab_size is missing where nothing sets it: it is the data's then."""
     base, ckpt = config_file(given), None
     named = base if "config" in given else {}
     values = {**base, **given}
@@ -53,15 +53,15 @@ def config_file(given):
 
 
 def keys_of_run(ckpt, start, named, given):
-    """A run keeps its keys, but for START. A line tells where the file that the command line names
-    differs."""
+    """A run keeps its options, but for START. A line tells where the file that the command line
+    names differs."""
     check_same_model(given.get("model", ckpt["model"]), ckpt)
     keys = names(TrainConfig, model_module(ckpt["model"]).Config)
     kept = known({**ckpt["config"], **ckpt["model_config"]}, keys, start.folder)
     for key in sorted(named.keys() & kept.keys() - START - given.keys()):
         if named[key] != kept[key]:
-            note(f"{key}={kept[key]} is the run's own and stays; the file has {named[key]} (a key "
-                 f"on the command line would change it)")
+            note(f"{key}={kept[key]} is the run's own and stays; the file has {named[key]} (an "
+                 f"option on the command line would change it)")
     return {**kept, **{key: getattr(start, key) for key in START}}
 
 
@@ -93,7 +93,7 @@ def free_fields(ckpt):
 
 
 def run_config(given, base):
-    """(TrainConfig, the model's Config fields) from keys that are given, over those of base."""
+    """(TrainConfig, the model's Config fields) from options that are given, over those of base."""
     values = {**base, **given}
     if values.get("dataset") != base.get("dataset", TrainConfig.dataset) and "dataset" in given:
         values = {**base, "sample_prompt": "", **given}     # a prompt holds for its data set only

@@ -8,11 +8,11 @@ Speed and memory, measured beside a baseline in the same run: where the README's
     python -m lab.bench runs out/gpt_tiny out/mor_tiny  trained runs, training and decoding
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
-A model's keys are those of train.py, and its sizes start from configs/<model>_tiny.yaml as there.
-compile= decides as there whether training is compiled or replayed as a CUDA graph, and other ways
-follow. Decoding goes through graphs.decoder, as in sample.py. Other keys of training have no
-effect, because a step is one micro-batch and dtype is auto. The keys of our tables are in
-lab/experiments/speed.yaml, those of the papers' sizes in gpu_speed.yaml.
+A model's options are those of train.py, and its sizes start from configs/<model>_tiny.yaml as
+there. compile= decides as there whether training is compiled or replayed as a CUDA graph, and
+other ways follow. Decoding goes through graphs.decoder, as in sample.py. Other options of training
+have no effect, because a step is one micro-batch and dtype is auto. The options of our tables are
+in lab/experiments/speed.yaml, those of the papers' sizes in gpu_speed.yaml.
 
 Every line names what is measured, how, and a case. Then come
     ms          the time of a step, the median over rounds
@@ -23,7 +23,7 @@ Every line names what is measured, how, and a case. Then come
                 fraction of its memory's bandwidth that reading weights and cache once takes
     launches    how many kernels an eager step launches, about (see Counting)
 
-Keys of lab.bench itself:
+Options of lab.bench itself:
 """
 import copy
 import ctypes
@@ -53,7 +53,7 @@ import kernels
 from common.checkpoint import check_tokenizer, load_run, make_model
 from common.data import open_data
 from common.device import device_name, gpu_peaks, pick_device
-from common.options import (Keys, UserError, model_module, names, run_cli, split_args,
+from common.options import (Options, UserError, model_module, names, run_cli, split_args,
                             typed_config)
 from common.optim import make_optimizers
 from common.process import read_config
@@ -62,7 +62,7 @@ from serve import Engine, Request, loop_fractions
 
 
 @dataclass
-class BenchConfig(Keys):
+class BenchConfig(Options):
     device: str = "auto"            # of kernels and runs: auto | cpu | cuda | cuda:N
     skip: str = ""                  # rows to leave out: parts of their names (naive,tiled)
     longest: int = 0                # of rat: the longest sequence (0: 64 times block_size)
@@ -236,10 +236,10 @@ def counted(call, tensors=()):
 
 # ---- what a model does ----
 
-def build(cfg, name, keys=""):
-    """Return an untrained model_<name>, or that of model= in keys, with these keys and those of
-    cfg that it has."""
-    given = {"model": name, **split_args(keys.split())[1]}
+def build(cfg, name, options=""):
+    """Return an untrained model_<name>, or that of model= in options, with these options and those
+    of cfg that it has."""
+    given = {"model": name, **split_args(options.split())[1]}
     module = model_module(given.pop("model"))
     sizes = dict(n_kv_head=cfg.kv_heads, head_dim=cfg.head_size, n_mlp=cfg.mlp_width)
     same = {key: value for key, value in {**asdict(cfg), **sizes}.items()
@@ -347,7 +347,7 @@ def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
 
 # ---- models ----
 
-# {model: {row: keys}}, the baseline first
+# {model: {row: options}}, the baseline first
 ROWS = {
     "gpt": {"fast": "fast=true", "naive": "fast=false"},
     "rt": {
@@ -387,10 +387,10 @@ def kept(rows, skip):
 def bench_model(name, model_cfg, cfg, device, own=BenchConfig()):
     rows, make = kept(ROWS[name], own.skip), partial(build, model_cfg, name)
     for mode in training_modes(cfg, device):
-        compare(rows, lambda keys: training(make(keys), device, cfg, mode), device)
+        compare(rows, lambda options: training(make(options), device, cfg, mode), device)
     bench_decoding(make, rows, model_cfg.block_size, device)
     with torch.device("meta"):
-        flops = {row: make(keys).flops_per_token() for row, keys in rows.items()}
+        flops = {row: make(options).flops_per_token() for row, options in rows.items()}
     for row, number in flops.items():
         print(f"training FLOPs a token: {number / next(iter(flops.values())):.2f} x ({row})")
 
@@ -436,8 +436,8 @@ def bench_rat(model_cfg, cfg, device, own=BenchConfig()):
     kinds = kept({"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "",
                   "RNN": "mixer=rnn"}, own.skip)
 
-    def make(keys):     # a model of which only the mixer with its projections is left
-        model = build(model_cfg, "rat", f"block_size={T} n_layer=1 vocab_size=64 swa=0 {keys}")
+    def make(options):  # a model of which only the mixer with its projections is left
+        model = build(model_cfg, "rat", f"block_size={T} n_layer=1 vocab_size=64 swa=0 {options}")
         block = model.blocks[0]
         model.norm = block.norm1 = block.norm2 = block.mlp = torch.nn.Identity()
         return model
@@ -446,7 +446,7 @@ def bench_rat(model_cfg, cfg, device, own=BenchConfig()):
         if own.longest and T > max(own.longest, model_cfg.block_size):
             break
         for mode in training_modes(cfg, device):
-            compare(kinds, lambda keys: training(make(keys).to(dtype), device, batch, mode,
+            compare(kinds, lambda options: training(make(options).to(dtype), device, batch, mode,
                                                  PARTS[:1], f", T {T:,}"), device, rounds=3)
         bench_decoding(make, kinds, T, device, [cfg.batch_size], batch.batch_size, (3, 3))
 
@@ -459,9 +459,9 @@ def bench_throughput(model_cfg, cfg, device, own=BenchConfig(), new=64):
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0"}
     kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
-    for name, keys in kept(kinds, own.skip).items():
+    for name, options in kept(kinds, own.skip).items():
         with device:
-            model, rows = build(model_cfg, "rat", keys).to(decoding_modes(device)[0][0]), 1
+            model, rows = build(model_cfg, "rat", options).to(decoding_modes(device)[0][0]), 1
         nbytes = model.init_cache(1, T).nbytes()
         most = max(1, min(cfg.batch_size, memory // 2 // nbytes))
         while rows <= most:
@@ -501,15 +501,15 @@ def bench_runs(folders, device, own=BenchConfig()):
     data's own text, because the text decides how deep MoR's tokens go, and by the cache. The first
     run is the baseline. The last line of the output is for reproduce.py."""
     ckpts, load = {f: load_run(f)[2] for f in folders}, lambda f: load_run(f, device)[0]
-    keys = {folder: SimpleNamespace(**ckpt["config"]) for folder, ckpt in ckpts.items()}
-    data = open_data(keys[folders[0]])["val"]
+    cfgs = {folder: SimpleNamespace(**ckpt["config"]) for folder, ckpt in ckpts.items()}
+    data = open_data(cfgs[folders[0]])["val"]
     for folder, ckpt in ckpts.items():
         check_tokenizer(ckpt, data, folder)
     T = min(ckpt["model_config"]["block_size"] for ckpt in ckpts.values())
     idx = data.windows(np.linspace(0, data.tokens - T, 16).astype(int), T)
     cases, found = kept(dict(zip(folders, folders)), own.skip), {}
-    for mode in training_modes(keys[folders[0]], device):
-        step = lambda f: training(load(f), device, keys[f], mode, PARTS[1:])
+    for mode in training_modes(cfgs[folders[0]], device):
+        step = lambda f: training(load(f), device, cfgs[f], mode, PARTS[1:])
         for times in compare(cases, step, device).values():
             found.setdefault("train_ms", times)
     found |= bench_decoding(load, cases, T, device, idx=torch.from_numpy(idx).to(device))
@@ -601,28 +601,28 @@ def early_exit(model, text, device, fraction=0.65):
 
 # ---- the command ----
 
-OWN = {"skip", "longest"}       # keys that train.py has not
+OWN = {"skip", "longest"}       # options that train.py has not
 BENCHES = {"rat": bench_rat, "throughput": bench_throughput,
            **{name: partial(bench_model, name) for name in ROWS}}
 
 
 def main(argv):
-    words, keys = split_args(argv, most=None)
+    words, given = split_args(argv, most=None)
     name, *folders = words or [""]
     if name not in (*BENCHES, "kernels", "runs") or bool(folders) != (name == "runs"):
-        raise UserError("python -m lab.bench NAME [key=value ...], NAME one of: "
+        raise UserError("python -m lab.bench NAME [option=value ...], NAME one of: "
                         + ", ".join(BENCHES) + ", kernels, runs out/A ...")
     torch.manual_seed(1337)
     if name in ("kernels", "runs"):
-        own = typed_config(BenchConfig, keys)
+        own = typed_config(BenchConfig, given)
         device = pick_device(own.device)
         print(device_name(device), torch.__version__, sep=", torch ")
         return bench_runs(folders, device, own) if folders else bench_kernels(device, own)
-    own = typed_config(BenchConfig, {key: keys.pop(key) for key in OWN & keys.keys()})
+    own = typed_config(BenchConfig, {name: given.pop(name) for name in OWN & given.keys()})
     model = "rat" if name == "throughput" else name
-    if keys.setdefault("model", model) != model:
-        raise UserError(f"model={keys['model']}: lab.bench {name} is of model={model}")
-    cfg, model_fields, ckpt = read_config(keys)
+    if given.setdefault("model", model) != model:
+        raise UserError(f"model={given['model']}: lab.bench {name} is of model={model}")
+    cfg, model_fields, ckpt = read_config(given)
     model_cfg, device = model_module(model).Config(**model_fields), pick_device(cfg.device)
     if model_cfg.block_size < 2:
         raise UserError("block_size=1: decoding needs at least 2 tokens")

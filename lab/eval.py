@@ -35,14 +35,14 @@ from tqdm import tqdm
 from common.checkpoint import build_model, check_tokenizer, load_checkpoint
 from common.data import Windows, bits_per_byte, is_task, open_data
 from common.device import autocast, pick_device
-from common.options import (Keys, UserError, choice, first_line, need, run_cli, split_args,
+from common.options import (Options, UserError, choice, first_line, need, run_cli, split_args,
                             typed_config)
 from common.tokenizer import load_tokenizer
 from sample import check_finite
 
 
 @dataclass
-class EvalConfig(Keys):
+class EvalConfig(Options):
     lengths: str = "1"       # contexts in units of the trained length: 1,2,4
     batches: int = 0         # batches, spread evenly over the text (0: all of it)
     batch_size: int = 1      # sequences of the trained length in one (default: the run's)

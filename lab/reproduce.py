@@ -50,12 +50,12 @@ APPENDING = threading.Lock()    # one line at a time goes into a file of results
 
 @dataclass(eq=False)
 class Experiment:
-    """experiments/NAME.yaml. A row is the keys of train.py, or a dict of these `keys`, of seeds,
-    minutes and evaluate in place of the experiment's, and of COLUMN: its text in a column that is
-    `text`. In keys, {LABEL} is the folder of an earlier row's run of the same seed, and
-    from={LABEL}/step_N.pt, our own key, goes on from that checkpoint (keep_interval).
+    """experiments/NAME.yaml. A row is the options of train.py, or a dict of these options (`keys`),
+    of seeds, minutes and evaluate in place of the experiment's, and of COLUMN: its text in a
+    column that is `text`. In keys, {LABEL} is the folder of an earlier row's run of the same seed,
+    and from={LABEL}/step_N.pt, our own option, goes on from that checkpoint (keep_interval).
 
-    A column is `text`, `options` (the row's keys), or the name of a value and its format, such as
+    A column is `text`, `options` (those of the row), or the name of a value and its format, such as
     `val_bpb .3f`. Values: of the log's last line and last evaluation (flops, val_bpb), of lab.eval
     (NAME.bpb), of `bench.py runs` (speed.train_ms). The axes of a picture are such names too,
     those of the log of training steps (curves.flops), or bins, for a list of ten of lab.eval."""
@@ -64,10 +64,10 @@ class Experiment:
     tier: str                   # quick | cpu | gpu
     rows: dict = field(default_factory=dict)
     columns: dict = field(default_factory=dict)
-    keys: str = ""              # keys of all rows
+    keys: str = ""              # options of all rows
     seeds: int = 3              # runs of each row
     minutes: float = 1.0        # of a run on one core, estimated
-    evaluate: dict = field(default_factory=dict)    # {NAME: keys of lab.eval}, after training
+    evaluate: dict = field(default_factory=dict)    # {NAME: options of lab.eval}, after training
     bench: list = field(default_factory=list)       # arguments of lab.bench; {rows}: the folders
     picture: list = field(default_factory=list)     # of panels: {x, y: names; xscale, ylim, ...}
 
@@ -76,7 +76,7 @@ class Experiment:
         for label, row in self.rows.items():
             row = self.rows[label] = own | (row if isinstance(row, dict) else {"keys": row})
             if unknown := row.keys() - {*own, *self.columns}:
-                raise ValueError(f"{label} has an unknown key {min(unknown)!r}")
+                raise ValueError(f"{label} has an unknown field {min(unknown)!r}")
 
 
 def load_experiments():
@@ -86,7 +86,7 @@ def load_experiments():
         values = load_yaml(file)
         try:
             found[file.stem] = Experiment(file.stem, **values)
-        except Exception as e:  # of an unknown key, or of rows: all about this file
+        except Exception as e:  # of an unknown field, or of rows: all about this file
             raise UserError(f"{file.name}: {first_line(e)}") from e
     return found
 
@@ -112,7 +112,7 @@ class Run:
         self.arguments = [f"{key}={value}" for key, value in self.keys.items()]
         keys = " ".join(self.arguments)
         self.command = f"train.py {keys}" + f" from {self.start}" * bool(self.start)
-        # the folder's name tells the keys apart: a changed row does not go on from the old run
+        # the folder's name tells the options apart: a changed row does not go on from the old run
         digest = hashlib.sha256((keys + self.start).encode()).hexdigest()[:6]
         slug = re.sub("[^a-z0-9]+", "_", label.lower()).strip("_")
         self.name = f"{experiment.name}-{slug}-{seed}-{digest}"
@@ -132,7 +132,7 @@ def plan(experiment):
 
 
 def file_keys(run):
-    """What a run has from its config file: keys that the command does not give, where they are
+    """What a run has from its config file: options that the command does not give, where they are
     not the defaults."""
     file = run.keys.get("config", f"configs/{run.keys.get('model', 'gpt')}_tiny.yaml")
     values = {"model": "gpt", **load_yaml(HERE / file), **run.keys}

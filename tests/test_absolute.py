@@ -1,4 +1,4 @@
-"""What ties training to an absolute: a step written out, losses that fall, initial scales, keys that have an effect.
+"""What ties training to an absolute: a step written out, losses that fall, initial scales, options that have an effect.
 (That resume, sharding and accumulation are equal to each other stands in test_train.py.)"""
 import copy
 import math
@@ -146,7 +146,7 @@ def test_the_readmes_model_is_the_tested_one():
 
 @pytest.mark.full
 def test_the_first_command_runs_as_it_is_typed(tmp_path):
-    """Without any other key: the default data set is prepared, with its tokenizer, and a sample is printed."""
+    """Without any other option: the default data set is prepared, with its tokenizer, and a sample is printed."""
     done = python(ROOT / "train.py", "max_steps=2", f"out_dir={tmp_path / 'out'}", f"data_dir={tmp_path / 'data'}")
     assert done.returncode == 0 and (tmp_path / "out/gpt_tiny/ckpt.pt").exists(), done.stderr
     assert done.stdout.count("-" * 80) == 2

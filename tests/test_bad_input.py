@@ -52,7 +52,7 @@ def world(tmp_path_factory, data_dir):
 T = ["out_dir=out", "data_dir=data", "dataset=words", *runs.SMALL[1:]]
 # of what one guard refuses a few
 TRAIN = [
-    (["n_layr=3"], "unknown key 'n_layr': did you mean n_layer?"), (["config=unnamed.yaml"], "unknown key '1'"),
+    (["n_layr=3"], "unknown option 'n_layr': did you mean n_layer?"), (["config=unnamed.yaml"], "unknown option '1'"),
     (["block_size=1000000"], "block_size=1000000 is too long"),
     (["vocab_size=100"], "vocab_size=100 is less than the data's 257"),
     (["beta2=1"], "beta2=1.0 must be at least 0 and at most 0.99999"),
@@ -97,19 +97,19 @@ SAMPLE = [
     ([], "give one run folder or checkpoint"), (["x" * 300], "File name too long"),
     (["out/r", "prompt="], "the prompt is empty"), (["out/r", "prompt=FILE:latin.txt"], "latin.txt is not UTF-8"),
     (["out/r", "prompt=FILE:missing.txt"], "missing.txt cannot be read"),
-    (["out/r", "prefill=exact"], "prefill=exact: model=gpt has no such key"),
+    (["out/r", "prefill=exact"], "prefill=exact: model=gpt has no such option"),
     (["out/r", "dtype=float16"], "dtype=float16 must be one of: auto, float32, bfloat16"),
 ]
 BENCH = [
     (["nothing"], "NAME one of"), (["rt", "model=gpt"], "lab.bench rt is of model=rt"),
     (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
-    (["kernels", "rounds=9"], "unknown key 'rounds'"), (["rat", "longest=-1"], "longest=-1 must be at least 0"),
+    (["kernels", "rounds=9"], "unknown option 'rounds'"), (["rat", "longest=-1"], "longest=-1 must be at least 0"),
     (["rt", "skip=naiv,slow"], "the names are plain Transformer | without recurrence | wavefront | tiled | naive"),
     (["gpt", "skip=fast,naive"], "skip=fast,naive: parts of some names"),
     (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 EVAL = [
-    (["out/r", "prefill=exact"], "prefill=exact: model=gpt has no such key"),
+    (["out/r", "prefill=exact"], "prefill=exact: model=gpt has no such option"),
     (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
     (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
     (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "task:s3 is no text"),
@@ -127,7 +127,7 @@ PREPARE = [
     (["tokenizer=hf:folder"], "folder/tokenizer.json cannot be read"),
     (["max_tokens=1e3"], "max_tokens: expected int"), (["max_tokens=" + "9" * 19], "less than 2^63"),
     (["max_tokens=" + "9" * 5000], "max_tokens: expected int"), (["val_fraction=nan"], "expected float (finite)"),
-    (["overwrite=1"], "expected bool"), (["dataset=a\0b"], "expected str"), (["name"], "not of the form key=value"),
+    (["overwrite=1"], "expected bool"), (["dataset=a\0b"], "expected str"), (["name"], "not of the form option=value"),
     (["data_dir=afile"], "cannot make afile/python-byte: [Errno 20] Not a directory"),
 ]
 PROGRAMS = {"train": (train.main, T, TRAIN), "sample": (sample.main, [], SAMPLE), "bench": (bench.main, [], BENCH),

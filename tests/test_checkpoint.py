@@ -105,7 +105,7 @@ def test_damaged_checkpoints_are_refused(damage, sound, tmp_path):
 
 
 def test_whole_files_that_no_run_saves(sound, tmp_path, capsys):
-    """Right checksums around other contents: one line. A key that the model does not have is dropped."""
+    """Right checksums around other contents: one line. An option that the model does not have is dropped."""
     (tmp_path / "a.pt").write_bytes(sound[0])
 
     def saved(change):

@@ -19,7 +19,7 @@ PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l":
          "rat_200m": (206, RAT // 2, 15),
          **{f"mor_{size}m": (size, MOR, 20) for size in (135, 360, 730, 1700)}}
 NAMES = sorted({p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch(p.stem)} | PAPER.keys())
-# (its row in results/tables.md, the file's name, changed keys): one file of MoR is three models
+# (its row in results/tables.md, the file's name, changed options): one file of MoR is three models
 # MoR's: layers of the plain model, MoR-2, MoR-3, MoR-4; billions of tokens of the smallest budget
 LAYERS = {135: (30, 30, 32, 30), 360: (32, 32, 32, 34), 730: (26, 26, 26, 26), 1700: (24, 24, 26, 26)}
 SMALLEST = {135: 9.2, 360: 3.6, 730: 1.8, 1700: 0.8}

@@ -87,7 +87,7 @@ PAIRS = [("the cat", " sat"), ("the cat", " ran"), ("a b ", "c d"), ("", "no con
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """The keys of tasks of each kind, from local files."""
+    """The options of tasks of each kind, from local files."""
     pytest.importorskip("lm_eval", reason="lm_eval is not installed: eval.py's tasks are not tested")
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{"text": f"number {n} is " + "even." * (n % 3 + 1), "choices": [" even", " odd", " neither"],

@@ -1,4 +1,4 @@
-"""reproduce.py: what is missing is trained, once; tables from results; every experiment's keys are known."""
+"""reproduce.py: what is missing is trained, once; tables from results; every experiment's options are known."""
 import dataclasses
 import fcntl
 import importlib
@@ -100,7 +100,7 @@ def test_two_callers(tmp_path, monkeypatch):
 
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    """Also one that was killed in its last evaluation; not if its config file has lost a key."""
+    """Also one that was killed in its last evaluation; not if its config file has lost an option."""
     calls, config = [], {"batch_size": 12, "dropout": 0.1}
     monkeypatch.setattr(reproduce, "python", lambda *command, **more: calls.append(command[-1]))
     monkeypatch.setattr(reproduce, "file_keys", lambda run: config)
@@ -133,7 +133,7 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     done = lambda *changes: [bool(run.result) for run in plan(trial.format(*changes))]
     assert done(3, "{}") == [True, True] and done(3, "{half: batches=1}") == [False, False]
     assert done(4, "{}") == [True, False] and plan(trial.format(4, "{}"))[1].folder != first[1].folder
-    for layers, same in (4, True), (5, False):          # without a key that is the default's; with another value
+    for layers, same in (4, True), (5, False):          # without an option that is the default's; with another value
         config.write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
         assert done(3, "{}") == [same, same]
     for mistake, told in ("row: 5", "trial.yaml: .*row"), ("rows: {y: 'from={x}'}", "no row above"):

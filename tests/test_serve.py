@@ -194,7 +194,7 @@ BAD = {
     b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens: expected int",
     b'{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be at least 1",
     b'{"prompt": "a", "max_new_tokens": 1%s}' % (b"0" * 400): "max_new_tokens: expected int",
-    b'{"prompt": "a", "temperature": 1}': "unknown key 'temperature': the keys are prompt, max_new",
+    b'{"prompt": "a", "temperature": 1}': "unknown option 'temperature': the options are prompt, max_new",
     b'{"prompt": "%s"}' % (b"a" * 64): "64 tokens leave no room for an answer: block_size=64"}
 
 

@@ -97,7 +97,7 @@ def test_a_step_that_cannot_be_recorded_is_refused(tmp_path, data_dir, monkeypat
     with pytest.raises(UserError, match="compile=graph needs one process on a CUDA GPU, and triton; here are 1 on cpu"):
         train.setup([*argv, "compile=graph"])
     emulate(monkeypatch)
-    with pytest.raises(UserError, match="model=mor with these keys cannot be recorded .*: aten.* reads on the host"):
+    with pytest.raises(UserError, match="model=mor with these options cannot be recorded .*: aten.* reads on the host"):
         train.setup(runs.arguments("mor", tmp_path, data_dir, "router=token", "compile=graph"))
     assert not (tmp_path / "r").exists()
     whole = runs.run("gpt", tmp_path / "whole", data_dir, *GRAPH)
@@ -653,7 +653,7 @@ TRAINING = {"batch_size": [1, 2, 3], "gradient_accumulation_steps": [1, 2], "opt
 
 
 def drawn(rng, model):
-    """Keys with values: every size, half of the model's own keys."""
+    """Options with values: every size, half of the model's own."""
     given = {name: rng.choice(values) for name, values in {**SIZES, **TRAINING}.items()}
     given["n_embd"] = given["n_head"] * rng.choice([3, 4, 8, 8, 16]) + (rng.random() < 0.1)
     for f in fields(options.model_module(model).Config):
