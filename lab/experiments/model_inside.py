@@ -1,6 +1,8 @@
 """
-LRT with the value embedding scaled by g_loc too, v = g_loc (v_loc + g_ve e) + g_rec v_rec: one
-reading of the paper, which is silent here. Its code, and model_lrt.py, add g_ve e after (4).
+LRT with a value embedding inside of the gate: g_loc scales it too,
+    v = g_loc (v_loc + g_ve e) + g_rec v_rec
+This is one reading of the paper, which does not say where value embeddings enter. The authors'
+code and model_lrt.py add g_ve e after (4), outside of the gate.
 """
 import torch
 
@@ -13,7 +15,7 @@ class Attention(model_lrt.Attention):
     def forward(self, u, layer, context):
         g_loc = 2 * torch.sigmoid(self.w_gate(u)).chunk(2, -1)[0]       # (B, n, G)
         scaled = g_loc[..., None] * context.ve[layer]
-        context.ve = [*context.ve[:layer], scaled, *context.ve[layer + 1:]]     # of this pass
+        context.ve = [*context.ve[:layer], scaled, *context.ve[layer + 1:]]     # for this pass
         return super().forward(u, layer, context)
 
 
@@ -21,5 +23,5 @@ class Model(model_lrt.Model):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        for block in self.blocks:       # the same weights as model_lrt's of this seed
+        for block in self.blocks:       # a seed gives the same weights as in model_lrt
             block.attn.__class__ = Attention

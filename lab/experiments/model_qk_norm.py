@@ -1,10 +1,12 @@
 """
-RAT with QK-norm, model_gpt's: RMSNorm with a weight on each head's query and key, before RoPE.
+RAT with the QK-norm of model_gpt.py. It is an RMSNorm with a weight, which is applied to each
+head's query and key before RoPE. norm= says which key is normed:
 
-norm=keys       of k, before the recurrence
-norm=states     of k~, after it: what queries attend to
-The forward is RAT.forward and rat_fast of model_rat.py in one, with the norms. It trains and
-evaluates; there is no cache (sample_tokens=0).
+norm=keys       k, before the recurrence
+norm=states     k~, after the recurrence: the key that queries attend to
+
+RAT.forward below is RAT.forward and rat_fast of model_rat.py in one, with the norms. The model
+trains and evaluates. It has no cache, so that sample_tokens=0 is needed.
 """
 from dataclasses import dataclass
 
@@ -50,7 +52,7 @@ class Model(model_rat.Model):
         super().__init__(cfg)
         for block in self.blocks:
             if isinstance(block.mix, model_rat.RAT):
-                block.mix.__class__ = RAT   # the same weights as model_rat's of this seed
+                block.mix.__class__ = RAT   # a seed gives the same weights as in model_rat
                 block.mix.q_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
                 block.mix.k_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
 

@@ -1,11 +1,12 @@
 """
-LRT's backbone with a shift by one token in place of the memory: controls without recurrence.
+Controls without recurrence: LRT's backbone has a shift by one token in the place of the memory.
 
-shift=layer     m_{t-1} is what the same layer reads of the previous token: (2) to (5) of
-                model_lrt.py with x_{t-1} for m_{t-1}
-shift=output    x_t <- x_t + lambda x_{t-1} after the last layer, one scalar for the model
-values=false    none, and no value embeddings: what these alone give
-They train and evaluate; there is no cache (sample_tokens=0).
+shift=layer     m_{t-1} is the previous token's input of the same layer: (2) to (5) of
+                model_lrt.py have x_{t-1} for m_{t-1}
+shift=output    x_t <- x_t + lambda x_{t-1} after the last layer, with one scalar for the model
+values=false    the backbone has no value embeddings, which shows what these alone give
+
+The models train and evaluate. They have no cache, so that sample_tokens=0 is needed.
 """
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class Config(model_lrt.Config):
 
 
 def before(x):
-    """x (B, T, C) of the previous token; 0 of the first."""
+    """Return x (B, T, C) of the previous token, which is 0 for the first token."""
     return F.pad(x[:, :-1], (0, 0, 1, 0))
 
 
@@ -49,7 +50,7 @@ class Model(model_lrt.Model):
         super().__init__(cfg)
         self.mix = nn.Parameter(torch.zeros(())) if cfg.shift == "output" else 0.0
         for block in self.blocks if cfg.shift == "layer" else ():
-            block.__class__ = Block     # the same weights as model_lrt's of this seed
+            block.__class__ = Block     # a seed gives the same weights as in model_lrt
         if not cfg.values:
             for table in self.values:
                 table.weight.requires_grad_(False).zero_()

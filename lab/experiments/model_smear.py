@@ -1,11 +1,14 @@
 """
-RT with a shift by one token: what that gives without recurrence, and what recurrence gives beside
-it. It trains and evaluates; there is no cache (sample_tokens=0).
+RT with a shift by one token. It shows what a shift gives without recurrence, and what recurrence
+gives beside a shift. The model trains and evaluates. It has no cache, so that sample_tokens=0 is
+needed.
 
-smear=keys          a layer's key is a mean of its own and of the previous token's,
-                    k_i <- s k_i + (1 - s) k_{i-1}, s = sigmoid(a), one a head (Olsson et al. 2022,
-                    "In-context Learning and Induction Heads": with such keys one layer can copy)
+smear=keys          a token's key is a mean of its own key and the previous token's,
+                    k_i <- s k_i + (1 - s) k_{i-1}, where s = sigmoid(a), one a for each head
 smear=embeddings    x_i <- x_i + a x_{i-1} below the first layer, one a for each channel
+
+One layer can copy with such keys (Olsson et al. 2022, "In-context Learning and Induction Heads").
+smear=keys is the control without recurrence, so that it needs recurrent=false.
 """
 from dataclasses import dataclass
 
@@ -45,7 +48,7 @@ class Embedding(nn.Embedding):
 
     def __init__(self, vocab_size, n_embd):
         super().__init__(vocab_size, n_embd)
-        self.a = nn.Parameter(torch.linspace(0, 1, n_embd))     # channels for either token
+        self.a = nn.Parameter(torch.linspace(0, 1, n_embd))     # some channels for either token
 
     def forward(self, idx):
         x = super().forward(idx)                                # (B, T, C)
