@@ -1,5 +1,6 @@
 """
-Speed and memory, measured beside a baseline in the same run: where the README's ratios come from.
+Speed and memory. Each case is measured beside a baseline in the same run. The ratios of README.md
+and lab/RESULTS.md come from here.
 
     python -m lab.bench gpt             one of gpt, rt, lrt, relaxed, mor: training and decoding
     python -m lab.bench rat             a layer of RAT beside attention and an RNN, by length
@@ -8,20 +9,20 @@ Speed and memory, measured beside a baseline in the same run: where the README's
     python -m lab.bench runs out/gpt_tiny out/mor_tiny  trained runs, training and decoding
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
-A model's options are those of train.py, and its sizes start from configs/<model>_tiny.yaml as
-there. compile= decides as there whether training is compiled or replayed as a CUDA graph, and
-other ways follow. Decoding goes through graphs.decoder, as in sample.py. Other options of training
-have no effect, because a step is one micro-batch and dtype is auto. The options of our tables are
-in lab/experiments/speed.yaml, those of the papers' sizes in gpu_speed.yaml.
+A model's options are those of train.py, and its sizes start from configs/<model>_tiny.yaml as in
+train.py. compile= decides as there whether training is compiled or replayed as a CUDA graph, and
+the other ways are measured after it. Decoding goes through graphs.decoder, as in sample.py. Other
+options of training have no effect, because a step is one micro-batch and dtype is auto. The options
+of our tables are in lab/experiments/speed.yaml, those of the papers' sizes in gpu_speed.yaml.
 
-Every line names what is measured, how, and a case. Then come
+Every line names the measurement, its way, and a case. Then come these numbers:
     ms          the time of a step, the median over rounds
     MiB         the most memory that the case holds during a call (see peak_memory)
     x           how many times as long as the baseline's the step takes; less than 1 is faster
     tokens/s    of all rows
     MFU, MBU    on a known GPU: the fraction of its peak that the model's FLOPs reach, and the
                 fraction of its memory's bandwidth that reading weights and cache once takes
-    launches    how many kernels an eager step launches, about (see Counting)
+    launches    how many kernels an eager step launches, approximately (see Counting)
 
 Options of lab.bench itself:
 """
@@ -74,7 +75,7 @@ class BenchConfig(Options):
 # ---- measuring ----
 
 WARM_UP = 2     # rounds that do not count
-nothing = lambda: None      # what most calls prepare
+nothing = lambda: None      # most calls prepare nothing
 
 
 @dataclass
@@ -83,23 +84,25 @@ class Call:
     run: object
     prepare: object = nothing   # runs before each call, outside the clock
     steps: int = 1
-    tokens: int = 0             # that a step processes (0: not told)
-    flops: float = 0.0          # of a step (0: not told)
-    count: object = None        # () -> launches of a step, and bytes that it reads (None: not told)
+    tokens: int = 0             # that a step processes (0: the line does not say)
+    flops: float = 0.0          # of a step (0: the line does not say)
+    count: object = None        # () -> launches of a step, bytes that it reads (None: not said)
 
 
 def compare(cases, setup, device, rounds=None):
-    """Time the cases {name: case}, the baseline first, and print a line for each. setup(case)
-    returns {title: Call}. Returns {title: {name: milliseconds of a step}}. rounds: 9, on a GPU 3.
+    """Time the cases {name: case}, and print a line for each. The first case is the baseline.
+    setup(case) returns {title: Call}. Returns {title: {name: milliseconds of a step}}. There are 9
+    rounds by default, and 3 on a GPU.
 
     On a CPU the cases take turns, so that a noisy neighbour slows all alike. On a GPU they come
-    one after the other, so that each has the memory for itself; a line says where it is short."""
+    one after the other, so that each has the memory for itself. A line says which case does not
+    fit."""
     gpu, bases, found = device.type == "cuda", {}, {}
     rounds = WARM_UP + (rounds or (3 if gpu else 9))
 
     def measure(group):
         before = peak(device, forget=True) if gpu else 0
-        with device:            # models are made on the device, which is faster
+        with device:            # making models on the device is faster
             calls = {name: setup(cases[name]) for name in group}
         for title in calls[group[0]]:
             turn = {name: calls[name][title] for name in group if title in calls[name]}
@@ -114,7 +117,7 @@ def compare(cases, setup, device, rounds=None):
         free_memory(device)
         try:
             measure(group)
-        except RuntimeError as e:       # cuBLAS and graphs raise it too
+        except RuntimeError as e:       # cuBLAS and graphs raise a RuntimeError too
             if not re.search("out of memory|ALLOC_FAILED", str(e)):
                 raise
             print(f"{group[0]} does not fit")
@@ -122,8 +125,8 @@ def compare(cases, setup, device, rounds=None):
 
 
 def take_turns(calls, device, rounds):
-    """Return the seconds of {name: Call}, a list each; and on a GPU the most bytes in use during
-    a call, {name: bytes}. The first call does not count there, because it may compile."""
+    """Return {name: list of seconds} of {name: Call}, and {name: most bytes in use during a call},
+    which is empty on a CPU. The first call's bytes do not count, because it may compile."""
     wait = nothing if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
     times, peaks = {name: [] for name in calls}, {}
     for n in range(rounds):
@@ -143,7 +146,7 @@ def take_turns(calls, device, rounds):
 
 def tell(title, name, call, seconds, most, base, device):
     """Print a case's line, and return its milliseconds. Its ratio to the base (name, seconds) is
-    the median of the rounds' ratios, which noise moves less than that of two medians."""
+    the median of the rounds' ratios, because noise moves it less than the ratio of two medians."""
     of_a_step = median(seconds) / call.steps
     ratio = median(a / b for a, b in zip(seconds, base[1]))
     memory = "" if most is None else f"{most / 2 ** 20:10,.0f} MiB"
@@ -159,7 +162,7 @@ def tell(title, name, call, seconds, most, base, device):
 
 
 def free_memory(device):
-    graphs.GRAPHS.clear()       # graphs hold memory, and so does what is compiled
+    graphs.GRAPHS.clear()       # graphs and compiled code hold memory
     graphs.SEEN.clear()
     torch.compiler.reset()
     gc.collect()
@@ -168,9 +171,10 @@ def free_memory(device):
 
 
 def peak_memory(setup, device):
-    """Return the most bytes that a case holds during a call: weights, an optimizer's state or a
-    cache, and what the call needs besides. This is resident memory of a CPU, beyond what there was
-    before the case. Returns None where the system is not Linux. (On a GPU see take_turns.)"""
+    """Return the most bytes that a case holds during a call. These are the weights, an optimizer's
+    state or a cache, and the memory that the call needs besides. They are resident memory of a CPU
+    beyond that before the case. Returns None where the system is not Linux. On a GPU take_turns
+    measures memory instead."""
     if not RESET_PEAK.exists():
         return None
     before = peak(device, forget=True)
@@ -182,12 +186,12 @@ def peak_memory(setup, device):
     return peak(device) - before
 
 
-RESET_PEAK = Path("/proc/self/clear_refs")      # of Linux
+RESET_PEAK = Path("/proc/self/clear_refs")      # Linux has this file
 
 
 def peak(device, forget=False):
-    """Return the most bytes in use so far. forget: those in use now; what is free does not count,
-    and the maximum starts again."""
+    """Return the most bytes in use so far. forget=True starts the maximum again, from the bytes in
+    use now. Free memory does not count among them."""
     if device.type == "cuda":
         if forget:
             torch.cuda.reset_peak_memory_stats(device)
@@ -200,11 +204,11 @@ def peak(device, forget=False):
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operators that are called inside it. launches is the number of those that compute
-    something, because each of them is about one kernel on a GPU. Views and allocations do not
-    count, and an operator of kernels.py counts once. An RMSNorm is one launch on CUDA and six on a
-    CPU, where torch writes it out. nbytes is how much of `tensors` (weights, a cache) the operators
-    read. An embedding reads a few rows of its table, and they do not count."""
+    """Counts the operators that are called inside it. launches is the number of operators that
+    compute something, because each of them is about one kernel on a GPU. Views and allocations do
+    not count, and an operator of kernels.py counts once. An RMSNorm is one launch on CUDA and six
+    on a CPU, where torch writes it out. nbytes is how many bytes of `tensors` (weights, a cache)
+    the operators read. An embedding reads a few rows of its table, and they do not count."""
     NO_KERNEL = re.compile("empty|unsafe_view|promote_types|lift_fresh|scalar_dense")
 
     def __init__(self, tensors=()):
@@ -216,7 +220,7 @@ class Counting(TorchDispatchMode):
         name = func.__name__
         if not (func.is_view or self.NO_KERNEL.search(name)):
             self.launches += 1
-            read = args[func._schema.is_mutable:]   # the first argument is written
+            read = args[func._schema.is_mutable:]   # an in-place operator writes the first
             self.nbytes += sum(x.nbytes for x in tree_leaves(read) if isinstance(x, torch.Tensor)
                                and x.untyped_storage().data_ptr() in self.memory
                                and not name.startswith("embedding"))
@@ -227,7 +231,7 @@ def counted(call, tensors=()):
     """Return the launches of a step of a Call, and the bytes of tensors that it reads."""
     call.prepare()
     operators = dict(run_attend=kernels.attend_op, run_scan=kernels.scan_op,
-                     run_attend_gradients=kernels.attend_gradients_op)  # each of them counts 1
+                     run_attend_gradients=kernels.attend_gradients_op)  # each counts once
     with (mock.patch.multiple(kernels, **operators),
           Counting(tensors) as counting):
         call.run()
@@ -237,8 +241,8 @@ def counted(call, tensors=()):
 # ---- what a model does ----
 
 def build(cfg, name, options=""):
-    """Return an untrained model_<name>, or that of model= in options, with these options and those
-    of cfg that it has."""
+    """Return an untrained model_<name>, or the model that model= in options names. It has these
+    options, and for others those of cfg that it knows."""
     given = {"model": name, **split_args(options.split())[1]}
     module = model_module(given.pop("model"))
     sizes = dict(n_kv_head=cfg.kv_heads, head_dim=cfg.head_size, n_mlp=cfg.mlp_width)
@@ -252,8 +256,9 @@ def recordable(device):
 
 
 def training_modes(cfg, device):
-    """Return how training is measured, each with ratios of its own: first as train.py runs it, then
-    as a graph, then eager. compile=graph and compile=false leave out what comes before."""
+    """Return the ways in which training is measured, each with ratios of its own. The first is that
+    of train.py, then comes a graph, then eager code. compile=graph leaves out the first, and
+    compile=false leaves out the first two."""
     auto = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
     modes = ["compiled"] if compiled else []
@@ -265,12 +270,12 @@ PARTS = "forward + backward", "training step"
 
 
 def training(model, device, cfg, mode, parts=PARTS, note=""):
-    """Return {title: Call} of the parts: forward and backward pass on a fixed random batch, or the
-    same with clipping and the optimizer's step. It is empty for a graph of a model that reads a
-    tensor on the host."""
+    """Return {title: Call} of the parts. A part is a forward and backward pass on a fixed random
+    batch, or the same with clipping and the optimizer's step. There is no part if mode is graph and
+    the model reads a tensor on the host."""
     if mode == "graph" and getattr(model.cfg, "router", "") == "token":
         return {}
-    if device.type == "cuda":   # train.py sets it, too
+    if device.type == "cuda":   # train.py sets this too
         torch.set_float32_matmul_precision("high")
     model = model.to(device).train()
     forward = torch.compile(model) if mode == "compiled" else model
@@ -282,7 +287,7 @@ def training(model, device, cfg, mode, parts=PARTS, note=""):
             loss = forward(x, y)[1]
         loss.backward()
         return [loss.detach()]
-    # the first call makes the gradients, and the graph of the second adds to them where they are
+    # The first call makes the gradients. The graph of the second call adds to them in place.
     add_gradients = partial(graphs.replay, object(), backward) if mode == "graph" else backward
 
     def step(optimizers):
@@ -309,17 +314,17 @@ NEW = 8         # tokens that one call decodes
 
 
 def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
-    """Return the Call that decodes the last `new` of T tokens of each row (of idx, or random
-    ones), one after the other. Its prepare fills the cache with those before them, in LRT by
-    Algorithm 1, because it is not timed and the exact chain is slow."""
-    if device.type == "cuda":   # sample.py leaves it so
+    """Return the Call that decodes the last `new` of T tokens of each row, one after the other. The
+    tokens are those of idx, or random ones. Its prepare fills the cache with the tokens before
+    them. LRT fills it by Algorithm 1, because prepare is not timed and the exact chain is slow."""
+    if device.type == "cuda":   # sample.py has this setting
         torch.set_float32_matmul_precision("highest")
     model, start = model.to(device).eval(), max(1, T - new)
     if idx is None:
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
     idx = idx[:rows]
     if new > 1 and getattr(model.cfg, "prefill", "") == "exact" and model.cfg.recurrent:
-        model.cfg = replace(model.cfg, prefill="interleaved")   # filled at once; not timed
+        model.cfg = replace(model.cfg, prefill="interleaved")   # not timed, and faster
     cache = model.init_cache(rows, T)
 
     @torch.inference_mode()
@@ -334,7 +339,7 @@ def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
     def decode(step):
         for at in range(start, T):
             step(idx[:, at:at + 1])
-    # inference mode would hide the operators that an operator is made of
+    # Inference mode would hide the operators inside of an operator, so that counting goes without.
     plain = Call(partial(torch.no_grad()(decode), eager), prefill, steps=T - start)
 
     def count():
@@ -347,20 +352,20 @@ def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
 
 # ---- models ----
 
-# {model: {row: options}}, the baseline first
+# {model: {row: options}}. The first row is the baseline.
 ROWS = {
     "gpt": {"fast": "fast=true", "naive": "fast=false"},
     "rt": {
         "plain Transformer": "model=gpt mlp=gelu qk_norm=false",
         "without recurrence": "recurrent=false",
-        "wavefront": "schedule=wavefront",      # on a GPU a CUDA graph
+        "wavefront": "schedule=wavefront",      # a CUDA graph on a GPU
         "tiled": "schedule=tiled",
         "naive": "schedule=naive"},
     "lrt": {
         "backbone": "memory=false",
-        "interleaved, S = 2": "train_path=interleaved subsets=2 prefill=interleaved",
-        "interleaved, S = 4": "train_path=interleaved subsets=4 prefill=interleaved",
-        "interleaved, S = 8": "train_path=interleaved subsets=8 prefill=interleaved",
+        "interleaved, N = 2": "train_path=interleaved subsets=2 prefill=interleaved",
+        "interleaved, N = 4": "train_path=interleaved subsets=4 prefill=interleaved",
+        "interleaved, N = 8": "train_path=interleaved subsets=8 prefill=interleaved",
         "layerwise projections": "train_path=interleaved projections=layerwise prefill=exact",
         "chunked 64, prefill exact": "train_path=chunked chunk=64 prefill=exact",
         "chunked 256, prefill exact": "train_path=chunked chunk=256 prefill=exact"},
@@ -403,10 +408,11 @@ def decoding_modes(device):
 
 
 def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=None, idx=None):
-    """The models make(case) decode the last of T tokens (of idx, or random ones), they prefill all
-    others of `prompts` rows, and the size of a row's cache is told. rounds is two numbers, of
-    decoding and of prefill. The first mode decodes all batches, the others the first. Returns
-    {name: {case: number}}, of the first mode."""
+    """Measure decoding and prefill of the models make(case), and print the size of a row's cache.
+    They decode the last of T tokens and prefill all others of `prompts` rows. The tokens are those
+    of idx, or random ones. rounds is two numbers, of decoding and of prefill. The first mode
+    decodes all batches, and the other modes decode the first batch. Returns {name: {case: number}}
+    of the first mode."""
     found, rounds = {}, rounds or ((5, 3) if device.type == "cuda" else (36, 9))
     (first, _), *others = modes = decoding_modes(device)
     for (dtype, mode), rows in [*itertools.product(modes[:1], batches),
@@ -429,14 +435,14 @@ def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=No
 
 
 def bench_rat(model_cfg, cfg, device, own=BenchConfig()):
-    """The paper's Tables 6, 7 and 8: a layer of RAT beside attention and the RNN. The same number
-    of tokens, 64 block_size, is cut into longer and longer sequences, from block_size on. Decoding
-    takes a token of each of batch_size sequences."""
+    """Measure a layer of RAT beside attention and the RNN, as the paper's Tables 6, 7 and 8 do. The
+    same number of tokens, 64 block_size, is cut into longer and longer sequences, from block_size
+    on. Decoding takes a token of each of batch_size sequences."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kinds = kept({"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "",
                   "RNN": "mixer=rnn"}, own.skip)
 
-    def make(options):  # a model of which only the mixer with its projections is left
+    def make(options):     # returns a model that keeps only the mixer with its projections
         model = build(model_cfg, "rat", f"block_size={T} n_layer=1 vocab_size=64 swa=0 {options}")
         block = model.blocks[0]
         model.norm = block.norm1 = block.norm2 = block.mlp = torch.nn.Identity()
@@ -452,8 +458,9 @@ def bench_rat(model_cfg, cfg, device, own=BenchConfig()):
 
 
 def bench_throughput(model_cfg, cfg, device, own=BenchConfig(), new=64):
-    """Whole models decode the last tokens of block_size, and their tokens/s are told. The sequences
-    are doubled up to batch_size, or until their caches would take half of all memory."""
+    """Measure the tokens/s of whole models, which decode the last tokens of block_size. The number
+    of sequences is doubled up to batch_size, or until their caches would take half of all
+    memory."""
     T, L, speeds = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -479,7 +486,8 @@ def bench_throughput(model_cfg, cfg, device, own=BenchConfig(), new=64):
 # ---- kernels ----
 
 def bench_kernels(device, own=BenchConfig(), sizes=None):
-    """Time attend beside torch's attention (SDPA), forward and backward. sizes: B, H, T, D."""
+    """Time attend beside torch's attention (SDPA), forward and backward. sizes is a list of (B, H,
+    T, D)."""
     gpu = device.type == "cuda"
     functions = {"SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
                  "attend": lambda q, k, v: kernels.attend_by_position(q, k, v)[0]}
@@ -497,9 +505,9 @@ def bench_kernels(device, own=BenchConfig(), sizes=None):
 # ---- trained runs ----
 
 def bench_runs(folders, device, own=BenchConfig()):
-    """Runs of the same data are compared by a training step, by a token after a context of the
-    data's own text, because the text decides how deep MoR's tokens go, and by the cache. The first
-    run is the baseline. The last line of the output is for reproduce.py."""
+    """Compare runs of the same data by a training step, by a decoded token, and by the cache. The
+    token comes after a context of the data's own text, because the text decides how deep MoR's
+    tokens go. The first run is the baseline. reproduce.py reads the last line of the output."""
     ckpts, load = {f: load_run(f)[2] for f in folders}, lambda f: load_run(f, device)[0]
     cfgs = {folder: SimpleNamespace(**ckpt["config"]) for folder, ckpt in ckpts.items()}
     data = open_data(cfgs[folders[0]])["val"]
@@ -526,8 +534,9 @@ UNTIED = {"relaxed": "n_loop=1 rank=0 early_exit=none exit_loop=0",
 
 
 def bench_requests(name, model, text, device, own=BenchConfig()):
-    """All requests come to an Engine at once. For batching over depth a line also tells how much of
-    the speed is reached that a model could have whose tokens take so many loops."""
+    """Time requests that all come to an Engine at once. For batching over depth a line also says
+    what fraction of the bound's speed is reached. The bound is the speed that a model could have
+    whose tokens take so many loops."""
     if min(model.context_limit or LONGEST, len(text) - 1) < LONGEST:
         raise UserError(f"requests of {LONGEST} tokens need block_size={LONGEST} or more, and as "
                         f"long a text")
@@ -545,7 +554,7 @@ def bench_requests(name, model, text, device, own=BenchConfig()):
              (first, times[first]), device)
     for case in [case for case in cases if case.endswith("depth")]:
         loops = [loop for request in answered[case] for loop in request.exits]
-        if name == "relaxed":   # prompts take all loops, but their last tokens give first exits
+        if name == "relaxed":   # prompts take all loops, but their last tokens may exit
             loops += [model.loops_to_run for r in answered[case] for _ in r.prompt[1:]]
         outside = getattr(model.cfg, "n_outside", 0) / model.cfg.n_layer
         layers = outside + (1 - outside) * mean(loops) / model.cfg.n_loop
@@ -555,7 +564,8 @@ def bench_requests(name, model, text, device, own=BenchConfig()):
 
 
 def workload(text):
-    """Return the same requests each time. The id says where in the text a request starts."""
+    """Return the requests, which are the same each time. A request's id says where in the text it
+    starts."""
     rng, requests = random.Random(0), []
     for _ in range(REQUESTS):
         size, new = rng.randint(*PROMPT), rng.randint(*ANSWER)
@@ -566,8 +576,8 @@ def workload(text):
 
 def serving_cases(name, model, text, device):
     """Return {name: a function that makes an Engine}. Batching is by sequences and by depth, and
-    relaxed runs without early exit and with it. A model as deep that has no loops is added; for mor
-    it is the baseline."""
+    relaxed runs without early exit and with it. A model as deep that has no loops is added, and for
+    mor it is the baseline."""
     engine, kinds = partial(Engine, slots=SLOTS[name], max_len=LONGEST), {"MoR": {}}
     if name == "relaxed":
         exit = early_exit(model, text, device)
@@ -582,9 +592,9 @@ def serving_cases(name, model, text, device):
 
 @torch.no_grad()
 def early_exit(model, text, device, fraction=0.65):
-    """Return the rule by which this fraction of a text's tokens exits after the first loop: those
-    where that loop is surest. Prints what the exits cost, with the keys of all loops
-    (fill=exact)."""
+    """Return the rule by which this fraction of a text's tokens exits after the first loop. They
+    are the tokens of which that loop is surest. Prints the loss with these exits and without,
+    where all tokens have the keys of all loops (fill=exact)."""
     first = copy.copy(model)
     first.cfg = replace(model.cfg, exit_loop=1)
     n = min(len(text) - 1, 32 * LONGEST) // LONGEST * LONGEST
@@ -601,7 +611,7 @@ def early_exit(model, text, device, fraction=0.65):
 
 # ---- the command ----
 
-OWN = {"skip", "longest"}       # options that train.py has not
+OWN = {"skip", "longest"}       # options that train.py does not have
 BENCHES = {"rat": bench_rat, "throughput": bench_throughput,
            **{name: partial(bench_model, name) for name in ROWS}}
 

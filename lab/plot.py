@@ -1,5 +1,5 @@
 """
-Pictures: the curves of a run (train.py), and the panels of an experiment (lab.reproduce).
+Pictures. train.py draws the curves of a run, and lab.reproduce draws the panels of an experiment.
 """
 import os
 
@@ -7,27 +7,29 @@ from common.options import need
 
 
 def draw(file, panels, title=""):
-    """Panels beside each other, each (labels and scales of its axes, [(name, its points), ...])."""
-    os.environ["MPLBACKEND"] = "agg"        # one that matplotlib does not know ends its import
+    """Draw panels beside each other. A panel is the labels and scales of its axes, and a list of
+    curves. A curve is a name and its points."""
+    os.environ["MPLBACKEND"] = "agg"        # an unknown backend would end the import
     need("matplotlib")
-    from matplotlib.figure import Figure    # without pyplot: no display, none of its settings
+    from matplotlib.figure import Figure    # pyplot would need a display
     n = len(panels)
     fig = Figure(figsize=(7 if n == 1 else 5.5 * n, 4.5))
     axes = fig.subplots(1, n, squeeze=False)
     for ax, (style, curves) in zip(axes[0], panels):
-        for name, curve in curves:      # a few points are marked
+        for name, curve in curves:      # few points get markers
             marker = "o" if len(curve) < 10 else ""
             ax.plot(*zip(*curve), label=name, linewidth=1.2, marker=marker, markersize=5)
         ax.set(**style)
         ax.grid(alpha=0.3)
-    if lines := axes[0][0].lines:       # given to legend, a name may begin with _
+    if lines := axes[0][0].lines:       # legend() would drop names that begin with _
         axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
     fig.suptitle(title)
     fig.savefig(file, dpi=120, bbox_inches="tight")
 
 
 def draw_curves(rows, path, title):
-    """The picture of one run: the cross-entropy in training and validation, by its log's rows."""
+    """Draw the picture of one run, which has the cross-entropy in training and in validation. The
+    rows are those of the run's log."""
     curves = [(name, [(row["step"], row[key]) for row in rows if key in row])
               for key, name in (("ce", "training"), ("val_ce", "validation"))]
     style = dict(xlabel="step", ylabel="cross-entropy (nats per token)")
