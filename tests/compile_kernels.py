@@ -1,10 +1,11 @@
-"""Compile the Triton kernels for GPUs that are not here; check registers, spills and shared memory.
+"""Compile the Triton kernels for GPUs that are not here, and check registers, spills and shared memory.
 
     python tests/compile_kernels.py          all variants that the launchers can choose (minutes)
-    python tests/compile_kernels.py ci       a few of each kernel: what the tests run
+    python tests/compile_kernels.py ci       a few of each kernel, which the tests run
 
-Prints a table, then what is wrong: a compile error, more shared memory than the chip has, or spills (none may be on
-sm_90 in 16 bits up to head size 128, at most 1 KB elsewhere). sm_89 stands for GPUs with less shared memory."""
+It prints a table and then each variant that is wrong. A variant is wrong if it has a compile error, more shared memory
+than the chip has, or spills. There may be no spills on sm_90 in 16 bits up to head size 128, and at most 1 KB
+elsewhere. sm_89 stands for GPUs with less shared memory."""
 import itertools
 import os
 import re
@@ -26,7 +27,7 @@ from kernels import HEAD_SIZES
 from kernels_triton import MOST_SPLITS, scan_options, tile_options
 
 AMD = GPUTarget("hip", "gfx942", 64)
-# target, shared memory a block in bytes, whether the kernels' large tiles are for it
+# A chip has a target, its shared memory a block in bytes, and whether the kernels' large tiles are for it.
 CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True),
          "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024, True),
          "gfx942": (AMD, 64 * 1024, False),
@@ -36,13 +37,14 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 OF_RT = {"add_and_norm": 1024, "add_norm_backward": 1024, "read_pairs": 64, "add_pair_grad": 64,
          "write_query_grad": 1024}       # widths of rows
 FLOAT32 = ("lse_ptr", "lses_ptr", "outs_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr", "own_score_ptr")
-# the forward kernel with own pairs, and for one query, whose splits write float32
+# These kernels are the forward one, with own pairs, and for one query. The splits of the last one write float32.
 FORWARD = "attend_forward_kernel", "attend_own_kernel", "attend_split_kernel"
 
 
 def source(kernel, dtype, constants, chip, float32_out=False):
-    """The kernel with its arguments' types, as the launchers call it: pointers, head sizes and strides are multiples of
-    16, nothing is known of the arguments that are not specialised; on AMD tensors below 2 GB are known to be so."""
+    """Return the kernel with its arguments' types, as the launchers call it. Pointers, head sizes and strides are
+    multiples of 16. Nothing is known of the arguments that are not specialised. On AMD, tensors below 2 GB are known to
+    be so."""
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
         name, known = parameter.name, []
@@ -63,7 +65,7 @@ def source(kernel, dtype, constants, chip, float32_out=False):
 
 
 def nvidia_figures(ptx):
-    """Registers and spilled bytes (loads and stores), from ptxas."""
+    """Return registers and spilled bytes (loads and stores), from ptxas."""
     chip = re.search(r"^\.target (\w+)", ptx, re.M)[1]
     command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={chip}", "/dev/stdin", "-o", os.devnull]
     out = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
@@ -72,14 +74,16 @@ def nvidia_figures(ptx):
 
 
 def amd_figures(text):
-    """The same from the assembly's metadata: spilled vector registers, 4 bytes each, or more scratch memory."""
+    """Return the same from the assembly's metadata. Spilled are vector registers of 4 bytes each, or scratch memory if
+    that is more."""
     count = {key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
              for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")}
     return count["vgpr_count"], max(4 * count["vgpr_spill_count"], count["private_segment_fixed_size"])
 
 
 def measure(job):
-    """(registers, spilled bytes, shared bytes) of one of the jobs, and what is wrong with it, or an empty string."""
+    """Return (registers, spilled bytes, shared bytes) of one of the jobs, and what is wrong with it, or an empty
+    string."""
     chip, name, dtype, launch = job
     target, memory, _ = CHIPS[chip]
     constants = {n: v for n, v in launch.items() if n.isupper()}
@@ -90,7 +94,7 @@ def measure(job):
         made = triton.compile(source(kernel, dtype, constants, chip, name == FORWARD[2]), target=target,
                               options=options)
         registers, spilled = nvidia_figures(made.asm["ptx"]) if "ptx" in made.asm else amd_figures(made.asm["amdgcn"])
-    except Exception as e:                      # whatever the compiler raises is the finding
+    except Exception as e:                      # any error of the compiler is the finding
         return (0, 0, 0), " ".join(f"{type(e).__name__}: {e}".split())[:300]
     shared, wrong = made.metadata.shared, ""
     allowed = 0 if chip == "sm_90" and dtype != torch.float32 and launch.get("BLOCK_D", 0) <= 128 else 1024
@@ -102,8 +106,8 @@ def measure(job):
 
 
 def jobs(quick):
-    """(chip, kernel's name, dtype, launch options) of all that kernels_triton.py can launch, or
-    of a few, and of rt_triton.py's; the kernels' other parameters are run-time arguments."""
+    """Return (chip, kernel's name, dtype, launch options) of all that kernels_triton.py can launch, or of a few, and of
+    rt_triton.py's kernels. The kernels' other parameters are run-time arguments."""
     chips = list(CHIPS)[:3] if quick else CHIPS
     for chip, dtype in itertools.product(chips, TYPES):
         head_sizes, chunks = HEAD_SIZES, (1, 2, 4, 8, 16, 32, 64)

@@ -1,4 +1,5 @@
-"""What all tests share: the repository on the path, the switch --full, a small data set, and tiny models."""
+"""All tests share this file. It puts the repository on the path, adds the switch --full, and makes a small data set and
+tiny models."""
 import importlib
 import os
 import random
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-FORKS = ROOT / "tests" / "forks"      # models as a user would add them
+FORKS = ROOT / "tests" / "forks"      # these are models as a user would add them
 sys.path.append(str(FORKS))
 MODELS = [p.stem.removeprefix("model_") for folder in (ROOT, FORKS) for p in sorted(folder.glob("model_*.py"))]
 
@@ -29,8 +30,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """10 random examples a property, 200 with --full; not made smaller, and the same ones every time, but for constants
-    of the modules that are loaded, which hypothesis tries too."""
+    """A property has 10 random examples, and 200 with --full. hypothesis does not make them smaller, and they are the
+    same ones every time. But hypothesis also tries constants of the modules that are loaded, which may differ."""
     examples = 200 if config.getoption("--full") else 10
     hypothesis.settings.register_profile("here", max_examples=examples, derandomize=True, deadline=None, database=None,
                                          phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
@@ -39,7 +40,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def float32_products():
-    """A training on a GPU allows TF32, for the whole process."""
+    """Each test starts with exact float32 products, because a training on a GPU allows TF32 for the whole process."""
     torch.set_float32_matmul_precision("highest")
 
 
@@ -60,12 +61,13 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if config.getoption("--full"):
-            item.add_marker(pytest.mark.timeout(2400))      # 50 kills
+            item.add_marker(pytest.mark.timeout(2400))      # 50 kills take long
 
 
 def python(*arguments, tries=2, **environment):
-    """Run python in the repository; TRITON_INTERPRET only where given. Of torchrun, one in a thousand hangs, and once a
-    process was aborted inside torch (-6; an error of Python's is 86, see two_processes): tell where, and try again."""
+    """Run python in the repository. TRITON_INTERPRET is set only where it is given. One in a thousand calls of torchrun
+    hangs, and once a process was aborted inside torch (-6; an error of Python's is 86, see two_processes). In these
+    cases this function tells where it was, and tries again."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     p = subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment},
                          text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -84,7 +86,7 @@ def python(*arguments, tries=2, **environment):
 
 
 def snapshot(folder):
-    """Each path below folder with its time and bytes; None for what is not a file."""
+    """Return each path below folder with its time and bytes, or with None if it is not a file."""
     file = lambda p: (p.stat().st_mtime_ns, p.read_bytes())
     return {p: file(p) if p.is_file() else None for p in folder.rglob("*")}
 
@@ -93,13 +95,13 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def two_processes(folder, *arguments):
-    """train.py in two processes, which succeeds. Python's shutdown may abort (see Processes.leave); here it always
-    fails, with 86."""
+    """Run train.py in two processes, which must succeed. Python's shutdown may abort (see Processes.leave). Here it
+    always fails, with 86."""
     (folder / "sitecustomize.py").write_text(
         "import atexit, os, sys\n"
         "if 'RANK' in os.environ:\n    atexit.register(lambda: (sys.stdout.flush(), os._exit(86)))\n")
     path = f"{folder}{os.pathsep}{FORKS}"
-    again = [] if "resume=true" in arguments else ["overwrite=true"]      # a second try finds the first one's checkpoint
+    again = [] if "resume=true" in arguments else ["overwrite=true"]      # a second try finds a checkpoint of the first
     p = python(*TORCHRUN, "train.py", *arguments, *again, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
     assert p.returncode == 0, p.stdout + p.stderr[:9000]        # torchrun's own report comes last
     return p
@@ -107,7 +109,8 @@ def two_processes(folder, *arguments):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    """A folder with the byte-level data set `words`: 12,000 characters of made-up sentences, one document."""
+    """Return a folder with the byte-level data set `words`, which is one document of 12,000 characters of made-up
+    sentences."""
     import prepare
     root = tmp_path_factory.mktemp("data")
     rng = random.Random(0)
@@ -121,20 +124,20 @@ def data_dir(tmp_path_factory):
     return root
 
 
-# Small sizes for the models that the common ones below do not fit (a number of layers that a pattern divides, say).
+# These are sizes of models that the common ones below do not fit. A number of layers may have to divide a pattern, say.
 SIZES = {"relaxed": dict(n_layer=4), "mor": dict(n_layer=5), "rat_loops": dict(chunk=1)}
 
 
 @torch.no_grad()
 def move(model, scale):
-    """Every parameter by N(0, scale): initial zeros would hide errors, and loops would agree."""
+    """Move every parameter by N(0, scale), because initial zeros would hide errors, and loops would agree."""
     for p in model.parameters():
         p.add_(scale * torch.randn_like(p))
     return model
 
 
 def tiny(name, **sizes):
-    """A small float64 model of model_<name>.py with every parameter moved by N(0, 0.1)."""
+    """Return a small float64 model of model_<name>.py in which every parameter is moved by N(0, 0.1)."""
     module = importlib.import_module(f"model_{name}")
     torch.manual_seed(0)
     small = dict(block_size=100, vocab_size=61, n_layer=2, n_head=4, n_embd=32)
@@ -143,6 +146,7 @@ def tiny(name, **sizes):
 
 
 def relative(a, b, floor=1e-30):
-    """Largest difference of two tensors relative to the larger one's root mean square, or to floor if that is more."""
+    """Return the largest difference of two tensors relative to the larger one's root mean square, or to floor if that
+    is more."""
     scale = max(a.double().square().mean().sqrt().item(), b.double().square().mean().sqrt().item(), floor)
     return (a.double() - b.double()).abs().max().item() / scale

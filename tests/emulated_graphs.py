@@ -26,7 +26,8 @@ def is_recording():
 
 
 def record(function, generators=()):
-    """graphs.record. Memory from before has its values back, and memory of the recording holds NaN until it is run."""
+    """Stand for graphs.record. Memory from before has its values back, and memory of the recording holds NaN until it
+    is run."""
     states = [(generator, generator.get_state()) for generator in (torch.default_generator, *generators)]
     with NoTransfers(), Recording(generators) as recording:
         outputs = function()
@@ -40,7 +41,7 @@ def record(function, generators=()):
 
 
 class Recording(TorchDispatchMode):
-    """calls: what is called inside. overwritten: {address: (memory from before, what it held)}."""
+    """Records the calls inside it in calls. overwritten is {address: (memory from before, its content)}."""
 
     def __init__(self, generators):
         super().__init__()
@@ -65,12 +66,12 @@ class Recording(TorchDispatchMode):
     def run(self):
         for func, args, kwargs, outputs in self.calls:
             for old, new in zip(outputs, tensors(func(*args, **kwargs)), strict=True):
-                if old.data_ptr() != new.data_ptr():    # else it is a view, which has its values already
+                if old.data_ptr() != new.data_ptr():    # if they are equal, it is a view, which has its values already
                     old.copy_(new)
 
 
 class NoTransfers(TorchFunctionMode):
-    """Refuses what on a GPU reads on the host or copies from there, while on a CPU it calls no operator."""
+    """Refuses functions that read on the host or copy from the host on a GPU, but call no operator on a CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in READS or func in COPIES:
@@ -96,5 +97,5 @@ def tensors(tree):
 
 
 def memories(tree):
-    """{address: storage} of the tensors of a tree."""
+    """Return {address: storage} of the tensors of a tree."""
     return {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors(tree)}

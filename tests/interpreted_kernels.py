@@ -1,9 +1,9 @@
-"""The Triton kernels, run by Triton's interpreter on CPU tensors, against definitions in float64.
+"""Triton's interpreter runs the Triton kernels on CPU tensors, and the tests compare them with definitions in float64.
 
     TRITON_INTERPRET=1 python -m pytest tests/interpreted_kernels.py
 
-test_kernels.py runs this file in a process of its own: the switch must be set before triton is imported, and breaks
-compiling. All uninitialised memory holds NaN here."""
+test_kernels.py runs this file in a process of its own, because the switch must be set before triton is imported, and it
+breaks compiling. All uninitialised memory holds NaN here."""
 import math
 
 import pytest
@@ -21,7 +21,7 @@ from test_kernels import (test_any_strides, test_attend_is_the_definition, test_
 from test_rt import test_pieces_in_triton_are_the_plain_ones, test_schedules_agree_on_the_kernels
 
 assert INTERPRETED, "set TRITON_INTERPRET=1"
-torch.use_deterministic_algorithms(True)        # then torch.empty gives NaN: what a kernel forgets to write is noticed
+torch.use_deterministic_algorithms(True)        # torch.empty then gives NaN, which shows what a kernel forgets to write
 assert torch.empty(3).isnan().all()
 
 
@@ -37,8 +37,9 @@ def test_in_16_bits(number):
 
 @pytest.mark.parametrize("kind", ["plain", "shared"])
 def test_fully_masked_tiles_are_not_loaded(kind):
-    """300 positions, window 40. Queries 200 to 299 attend to no key of the tiles 0 to 127, and no query of the tiles
-    from 192 on to keys 0 to 63: NaN there, also in what comes in, reaches neither results nor gradients."""
+    """There are 300 positions, and the window is 40. Queries 200 to 299 attend to no key of the tiles 0 to 127, and no
+    query of the tiles from 192 on attends to keys 0 to 63. NaN there, also in the incoming gradients, reaches neither
+    results nor gradients."""
     at = torch.arange(300, dtype=torch.int32)
     mask = (None, None, None, 40) if kind == "plain" else (at, at, None, 40)
     q, k, v = (torch.randn(1, 1, 300, 16) for _ in range(3))
@@ -53,7 +54,8 @@ def test_fully_masked_tiles_are_not_loaded(kind):
 
 
 def test_the_example_of_tiles():
-    """kernels_triton's docstring: tiles of 4, window 10, queries 8 to 11. With ALiBi all tiles need the mask."""
+    """The example is that of kernels_triton's docstring: tiles of 4, window 10, queries 8 to 11. All tiles need the
+    mask when there is ALiBi."""
     @triton.jit
     def kernel(pos, found, biased):
         first, full, rest, last = kernels_triton.visible_tiles(pos, pos, 8, 16, 16, 10, biased, 4, 4)

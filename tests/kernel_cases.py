@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: attention and scan written out, and random cases."""
+"""The tests of the kernels share this file. It has attention and scan written out, and random cases."""
 import math
 import os
 import random
@@ -15,14 +15,15 @@ PRECISION = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2
 
 
 def where(*precision):
-    """Where an operator runs: the reference implementation in float64, and Triton."""
+    """Return a parametrization of where an operator runs: the reference implementation in float64, and Triton."""
     on_gpu = [pytest.param("cuda", *p, marks=pytest.mark.gpu) for p in precision]
     found = [("cpu", *PRECISION[0])] if INTERPRETED else [("cpu", torch.float64, 1e-10), *on_gpu]
     return pytest.mark.parametrize("device, dtype, tolerance", found)
 
 
 def assert_close(found, expected, tolerance, names, floor=1e-12):
-    """By root mean squares, of a - b over b's or floor; infinities must agree, NaN never passes."""
+    """Compare the root mean square of a - b with that of b, or with floor if that is more. Infinities must agree, and
+    NaN never passes."""
     for name, a, b in zip(names.split(), found, expected, strict=True):
         assert a.shape == b.shape, name
         a, b = a.double().cpu(), b.double().cpu()
@@ -34,25 +35,25 @@ def assert_close(found, expected, tolerance, names, floor=1e-12):
 
 
 def moved(xs, *where):
-    """The tensors among xs moved to a device and dtype, the rest as it is."""
+    """Return the tensors among xs moved to a device and dtype, and the rest as it is."""
     return [x.to(*where) if isinstance(x, torch.Tensor) else x for x in xs]
 
 
 def exactly(xs):
-    """The tensors among xs on the CPU, in float64 those that are not integers, the rest as it is."""
+    """Return the tensors among xs on the CPU, in float64 unless they are integers, and the rest as it is."""
     is_real = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
     return [x.double() if is_real(x) else x for x in moved(xs, "cpu")]
 
 
 def few(cases, n):
-    """Triton's interpreter, which is slow, takes those after the first n with --full."""
+    """Return the cases. Triton's interpreter is slow, so that it takes those after the first n only with --full."""
     marks = pytest.mark.full if INTERPRETED else ()
     return [*cases[:n], *(pytest.param(case, marks=marks) for case in cases[n:])]
 
 
 class Memory(TorchDispatchMode):
-    """The bytes of all tensors alive that were made under it, now and at their peak, and those of the
-    largest tensor."""
+    """Counts the bytes of all tensors alive that were made under it, now and at their peak, and those of the largest
+    tensor."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +61,7 @@ class Memory(TorchDispatchMode):
         self.known = set()
 
     def __torch_dispatch__(self, op, types, arguments=(), options=None):
-        if op.namespace == "nanorecur":     # a mode is blind in an operator: its body instead
+        if op.namespace == "nanorecur":     # a mode is blind in an operator, so take its body
             with self:
                 return getattr(kernels, op.overloadpacket.__name__)(*arguments)
         out = op(*arguments, **(options or {}))
@@ -80,8 +81,8 @@ class Memory(TorchDispatchMode):
 
 
 def outputs_and_gradients(function, tensors, arguments, incoming):
-    """What function returns and the gradients of the tensors for what comes in through the first
-    of these: NaN where lse is -inf, which must not matter."""
+    """Return the outputs of function and the gradients of the tensors. incoming has the gradients of the first outputs.
+    They are made NaN where lse is -inf, because they must not matter there."""
     tensors = [x.detach().requires_grad_() for x in tensors]
     outputs = function(*tensors, *arguments)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -92,8 +93,8 @@ def outputs_and_gradients(function, tensors, arguments, incoming):
 
 
 def compare(function, definition, tensors, arguments, incoming, tolerance, names, floor=1e-12):
-    """Assert that function and its gradients are the definition's in float64, the outputs after the
-    first in float32 at least. Returns what function gave."""
+    """Assert that function and its gradients are the definition's in float64. The outputs after the first must be in
+    float32 at least. Returns the outputs and gradients of function."""
     found = outputs_and_gradients(function, tensors, arguments, incoming)
     exact = outputs_and_gradients(definition, *map(exactly, (tensors, arguments, incoming)))
     first, *more = (x.dtype for x in found[:len(found) - len(tensors)])
@@ -102,7 +103,7 @@ def compare(function, definition, tensors, arguments, incoming, tolerance, names
     return found
 
 
-# Ways for a (B, H, T, D) to lie in memory
+# These are layouts of a (B, H, T, D) in memory.
 LAYOUTS = {"transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
            "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
            "expanded": lambda x: x[..., :1].expand(x.shape),
@@ -111,7 +112,7 @@ LAYOUTS = {"transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3
 
 
 class Naive(torch.autograd.Function):
-    """attend_naive, and as its gradients attend_backward_naive."""
+    """Computes attend_naive, and its gradients by attend_backward_naive."""
 
     @staticmethod
     def forward(ctx, q, k, v, *mask):
@@ -125,7 +126,7 @@ class Naive(torch.autograd.Function):
 
 
 def dense_attend(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None):
-    """attend_by_position from its definition."""
+    """Compute attend_by_position from its definition."""
     q_pos, k_pos = ((torch.arange(x.size(2)) if p is None else p).expand(len(q), -1)
                     for x, p in ((q, q_pos), (k, k_pos)))
     slopes = torch.zeros(q.size(1)) if slopes is None else slopes
@@ -141,20 +142,20 @@ ATTENDS = [(65, 100, "shared", 20, True, (1, 2, 1), 256), (65, 100, "plain", Non
            (5, 0, "plain", None, False, (1, 2, 2), 16), (5, 0, "shared", None, True, (1, 2, 2), 16),
            (9, 12, "queries alone", None, False, (2, 2, 1), 4), (9, 12, "keys alone", None, False, (2, 2, 1), 4),
            *(tuple(map(DRAW, COLUMNS)) for _ in range(36))]
-# one query a row over so many keys that they are split
+# One query a row meets so many keys that they are split.
 SPLITS = [(1, 1100, "keys per row", None, False, (3, 4, 2), 16), (1, 600, "keys alone", 300, True, (3, 2, 1), 20),
           (1, 1300, "plain", None, False, (3, 2, 2), 64), (1, 900, "plain", 20, True, (3, 2, 1), 128)]
 
 
 def attend_case(seed, T, S, kind, window, slopes, heads, D, dtype=torch.float64, device="cpu"):
-    """Inputs of attend: q, k, v, the other arguments, and the incoming gradients do, dlse. Some
-    queries stand before every key."""
+    """Return inputs of attend: q, k, v, the other arguments, and the incoming gradients do, dlse. Some queries stand
+    before every key."""
     (B, H, G), rng = heads, random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     normal = lambda n, heads: draw(B, n, heads, D).to(device, dtype).transpose(1, 2)
 
-    def positions(per_row, n, first):       # ascending, with gaps and repetitions
+    def positions(per_row, n, first):       # they ascend, with gaps and repetitions
         rows = [sorted(rng.choices(range(first, S + 1), k=n)) for _ in range(B if per_row else 1)]
         return torch.tensor(rows if per_row else rows[0], dtype=torch.int32)
     q, k, v, do = normal(T, H), normal(S, G), normal(S, G), normal(T, H)
@@ -169,15 +170,16 @@ def attend_case(seed, T, S, kind, window, slopes, heads, D, dtype=torch.float64,
 
 
 def compare_attend(function, tensors, arguments, incoming, tolerance):
-    """With gradients through out and lse and, where other code runs then, through out alone."""
+    """Compare with gradients through out and lse. In float64 compare also with gradients through out alone, because
+    other code runs then."""
     names = "out lse dq dk dv"
-    if tensors[0].dtype == torch.float64:   # a single key's dq and dk through out are 0
+    if tensors[0].dtype == torch.float64:   # dq and dk of a single key through out are 0
         compare(function, dense_attend, tensors, arguments, incoming[:1], tolerance, names, floor=0.01)
     return compare(function, dense_attend, tensors, arguments, incoming, tolerance, names)
 
 
 def compare_own(tensors, arguments, incoming, tolerance):
-    """attend with an own pair of each query, whose value is float32 or better."""
+    """Compare attend with an own pair of each query, whose value is float32 or better."""
     def function(q, k, v, score, value, *mask):
         return kernels.attend_by_position(q, k, v, *mask, own=(score, value))
     def definition(q, k, v, score, value, *mask):

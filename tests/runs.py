@@ -1,4 +1,5 @@
-"""Small training runs for the tests: arguments, a run in this process, a run in a process that may be killed."""
+"""Small training runs for the tests. This file has their arguments, a run in this process, and a run in a process that
+may be killed."""
 import multiprocessing
 import os
 import signal
@@ -17,7 +18,7 @@ SMALL = ["dataset=words", "tokenizer=byte", "block_size=16", "n_layer=2", "n_hea
          "log_interval=1", "sample_tokens=0", "device=cpu", "compile=false",
          "optimizer=adamw", "lr_schedule=cosine", "weight_decay=0.1", "min_lr_frac=0.1"]
 
-# Of models that SMALL and their own config file do not fit.
+# These options are for models that SMALL and their own config file do not fit.
 SIZES = {"gpt": ["tie_embeddings=true", "qk_norm=false"], "mor": ["n_layer=4", "n_loop=2"],
          "relaxed": ["tie_embeddings=true", "qk_norm=false"]}
 
@@ -29,7 +30,7 @@ def arguments(model, out_dir, data_dir, *extra):
 
 
 def run(model, out_dir, data_dir, *extra, stop_after=None):
-    """A train.Run in this process; stop_after=k: SIGTERM in step k, twice, as timeout does."""
+    """Return a train.Run that trained in this process. stop_after=k sends SIGTERM in step k, twice, as timeout does."""
     run, step = train.setup(arguments(model, out_dir, data_dir, *extra)), train.train_step
 
     def counted(run, stop):
@@ -44,7 +45,7 @@ def run(model, out_dir, data_dir, *extra, stop_after=None):
 
 
 def fingerprint(x):
-    """A nested value with each tensor as its dtype, shape and bytes: equal if every bit is."""
+    """Return a nested value with each tensor as its dtype, shape and bytes. Two of them are equal if every bit is."""
     if isinstance(x, dict):
         return {key: fingerprint(value) for key, value in x.items()}
     if isinstance(x, list):
@@ -55,13 +56,13 @@ def fingerprint(x):
 
 
 def learned(run_or_state):
-    """The fingerprint of what a run has learned: weights, optimizer, step, best loss."""
+    """Return the fingerprint of what a run has learned: weights, optimizer, step, best loss."""
     state = run_or_state if isinstance(run_or_state, dict) else train.state(run_or_state)
     return fingerprint({k: v for k, v in state.items() if k != "config"})
 
 
 def main_in_child(argv, die_at=None):
-    """train.main in a forked process. die_at=(call, n) kills it without warning just before (call="fsync") or just
+    """Run train.main in a forked process. die_at=(call, n) kills it without warning just before (call="fsync") or just
     after (call="fsync!") the n-th such call inside save_checkpoint."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -82,8 +83,8 @@ def main_in_child(argv, die_at=None):
 
 
 def rank_in_child(rank, port, folder, argv, change=None):
-    """train.py as one of two processes, as torchrun starts it. What it prints goes to folder/RANK.txt; change() is called
-    before."""
+    """Run train.py as one of two processes, as torchrun starts it. Its output goes to folder/RANK.txt. change() is
+    called before."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     os.dup2(os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
@@ -95,7 +96,8 @@ def rank_in_child(rank, port, folder, argv, change=None):
 
 
 def kill_after(saves, process, file, rng):
-    """Kill a process soon after it has replaced file so many times: counted, because machines differ."""
+    """Kill a process soon after it has replaced file so many times. The replacements are counted, because machines
+    differ in speed."""
     stamps = set()
     while process.is_alive() and len(stamps - {None}) < saves:
         stamps.add(file.stat().st_mtime_ns if file.exists() else None)
@@ -106,8 +108,8 @@ def kill_after(saves, process, file, rng):
 
 
 def context():
-    """Processes forked from a server that has imported torch but never computed with it (a fork
-    after OpenMP has run would hang)."""
+    """Return a context in which processes are forked from a server. The server has imported torch but never computed
+    with it, because a fork after OpenMP has run would hang."""
     ctx = multiprocessing.get_context("forkserver")
     ctx.set_forkserver_preload(["torch", "matplotlib.pyplot", "train", "runs"])
     return ctx

@@ -1,5 +1,5 @@
-"""What ties training to an absolute: a step written out, losses that fall, initial scales, options that have an effect.
-(That resume, sharding and accumulation are equal to each other stands in test_train.py.)"""
+"""These tests tie training to an absolute: a step written out, losses that fall, initial scales, and options that have an
+effect. (test_train.py tests that resuming, sharding and accumulation are equal to each other.)"""
 import copy
 import math
 
@@ -29,7 +29,8 @@ STEPS, WARMUP, PEAK, MUON, DECAY, CLIP = 10, 3, 0.01, 0.05, 0.2, 0.8
 
 
 def rate(step):
-    """The fraction of the peak: a linear rise over 3 steps, then a cosine from 1 to 0.1 at step 10."""
+    """Return the fraction of the peak, which rises linearly over 3 steps and then falls as a cosine from 1 to 0.1 at
+    step 10."""
     if step < WARMUP:
         return (step + 1) / (WARMUP + 1)
     return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
@@ -37,7 +38,8 @@ def rate(step):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_ten_steps_are_those_of_a_plain_loop(optimizer, tmp_path, data_dir):
-    """gpt in float64: AdamW and Muon, two micro-batches, the schedule, clipping, decay of matrices and not of vectors."""
+    """gpt in float64 trains as the loop below, by AdamW and by Muon. There are two micro-batches, the schedule,
+    clipping, and a decay of matrices and not of vectors."""
     run = setup("gpt", tmp_path, data_dir, f"max_steps={STEPS}", "gradient_accumulation_steps=2", f"warmup_steps={WARMUP}",
                 "lr_schedule=cosine", "min_lr_frac=0.1", f"optimizer={optimizer}", f"learning_rate={PEAK}",
                 f"muon_learning_rate={MUON}", f"weight_decay={DECAY}", "beta1=0.8", "beta2=0.93", f"grad_clip={CLIP}")
@@ -72,8 +74,9 @@ def test_the_loss_falls_by_a_nat(name, tmp_path, data_dir):
     assert ce[-1] < ce[0] - 1
 
 
-# Standard deviations of initial matrices in units of 0.02, but for rt and lrt, which test_rt.py and test_lrt.py have.
-SMALLER = 1 / math.sqrt(2 * 8)          # of projections into the residual stream, in a model of 8 unrolled layers
+# These are standard deviations of initial matrices in units of 0.02. test_rt.py and test_lrt.py have those of rt and
+# lrt.
+SMALLER = 1 / math.sqrt(2 * 8)          # projections into the residual stream have it, in a model of 8 unrolled layers
 INITIAL = {"gpt": {"wo": SMALLER, "w_down": SMALLER}, "rat": {}, "relaxed": {"wo": SMALLER, "w_down": SMALLER},
            "mor": {"wo": SMALLER, "w_down": SMALLER}}
 
@@ -95,8 +98,8 @@ def test_initial_standard_deviations(name):
 @models
 @pytest.mark.parametrize("silent", ["wo", "w_down"])
 def test_dropout_on_branches_differs_between_micro_batches(name, silent, tmp_path, data_dir):
-    """One branch adds nothing, and dropout on embeddings and attention weights is off. Dropout on the other branch changes
-    the loss, and the same micro-batch twice in a step has two masks."""
+    """One branch adds nothing, and dropout on embeddings and attention weights is off. Then dropout on the other branch
+    changes the loss, and the same micro-batch twice in a step has two masks."""
     if name == "rt":
         pytest.skip("RT drops embeddings alone, as its docstring says")
     run = setup(name, tmp_path, data_dir, "dropout=0.4", "gradient_accumulation_steps=2", "learning_rate=0")
@@ -116,7 +119,7 @@ def test_dropout_on_branches_differs_between_micro_batches(name, silent, tmp_pat
 def test_compile_true_compiles(tmp_path, data_dir, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(model) or model)
-    for choice, count in ("true", 1), ("false", 0), ("auto", 0):    # auto: on a GPU
+    for choice, count in ("true", 1), ("false", 0), ("auto", 0):    # auto compiles on a GPU
         compiled.clear()
         setup("gpt", tmp_path / choice, data_dir, f"compile={choice}")
         assert len(compiled) == count
@@ -129,7 +132,7 @@ def test_bfloat16_changes_the_loss(tmp_path, data_dir):
 
 
 def test_tokens_per_second_is_the_clocks(tmp_path, data_dir, monkeypatch):
-    """A clock that moves by half a second a step: 2 x 16 tokens in it are 64 a second."""
+    """A clock moves by half a second a step. A step has 2 x 16 tokens, so that 64 tokens a second are logged."""
     run = setup("gpt", tmp_path, data_dir, "max_steps=4")
     now = [run.log.lap[0]]
     monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
@@ -146,7 +149,7 @@ def test_the_readmes_model_is_the_tested_one():
 
 @pytest.mark.full
 def test_the_first_command_runs_as_it_is_typed(tmp_path):
-    """Without any other option: the default data set is prepared, with its tokenizer, and a sample is printed."""
+    """The command has no other option. It prepares the default data set with its tokenizer, and it prints a sample."""
     done = python(ROOT / "train.py", "max_steps=2", f"out_dir={tmp_path / 'out'}", f"data_dir={tmp_path / 'data'}")
     assert done.returncode == 0 and (tmp_path / "out/gpt_tiny/ckpt.pt").exists(), done.stderr
     assert done.stdout.count("-" * 80) == 2

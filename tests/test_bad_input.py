@@ -1,4 +1,5 @@
-"""Bad input: exactly one line on stderr that names the thing, exit status 2, no traceback, and every file as it was."""
+"""Bad input ends a program with status 2. There is exactly one line on stderr, which names the thing, and no traceback.
+Every file stays as it was."""
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from common.options import TrainConfig
 from common.process import read_config
 from conftest import ROOT, snapshot
 
-# text files of the world, by name
+# the text files of the world, by name
 FILES = {"broken.yaml": "a: [1, 2", "resume.yaml": "resume: true", "number.yaml": "model: 5", "true.yaml": "seed: true",
          "unnamed.yaml": "1: 2", "large.yaml": "grad_clip: 1" + "0" * 400, "empty.txt": "",
          "sixty.yaml": "keep_interval: 1:30", "octal.yaml": "keep_interval: 0o17", "twice.yaml": "seed: 1\nseed: 2", "list.yaml": "seed: [1]",
@@ -28,7 +29,7 @@ FILES = {"broken.yaml": "a: [1, 2", "resume.yaml": "resume: true", "number.yaml"
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, data_dir):
-    """A folder with data/words, a finished run out/r, and things that are broken, each in one way."""
+    """Return a folder with data/words, a finished run out/r, and things that are broken, each in one way."""
     root = tmp_path_factory.mktemp("world")
     words, out = root / "data" / "words", root / "out"
     shutil.copytree(data_dir / "words", words)
@@ -50,7 +51,7 @@ def world(tmp_path_factory, data_dir):
 
 
 T = ["out_dir=out", "data_dir=data", "dataset=words", *runs.SMALL[1:]]
-# of what one guard refuses a few
+# If one guard refuses many inputs, a few of them are here.
 TRAIN = [
     (["n_layr=3"], "unknown option 'n_layr': did you mean n_layer?"), (["config=unnamed.yaml"], "unknown option '1'"),
     (["block_size=1000000"], "block_size=1000000 is too long"),
@@ -137,7 +138,7 @@ CASES = [(program, first + args, message) for program, (_, first, cases) in PROG
 
 
 def refusal(main, argv, monkeypatch, capfd):
-    """The one line of an error that ends a program with status 2."""
+    """Return the one line of an error that ends a program with status 2."""
     monkeypatch.setattr(sys, "argv", ["program", *map(str, argv)])
     with pytest.raises(SystemExit) as stop:
         options.run_cli(main)
@@ -159,7 +160,8 @@ def test_one_line_and_exit_2(program, args, message, world, capfd, monkeypatch):
 
 
 def test_values_of_a_config_file_are_those_of_the_command_line(tmp_path, monkeypatch):
-    """Numbers of YAML 1.1 are not; ~ is the home folder, in paths that are arguments too."""
+    """YAML 1.1 would read some of these numbers in another way. ~ is the home folder in paths, and in those that are
+    arguments too."""
     lines = {"max_steps": "0100", "learning_rate": "1e-3", "seed": "1_000", "run": "'7'", "compile": "true", "grad_clip": ".5",
              "out_dir": "~/out", "init_from": "~/x", "max_flops": "1e15"}
     (tmp_path / "x.yaml").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
@@ -175,7 +177,7 @@ def test_values_of_a_config_file_are_those_of_the_command_line(tmp_path, monkeyp
 @pytest.mark.parametrize("program, key", [("train", "init_from=owner/name"), ("prepare", "n=3"), ("sample", "n=3"),
                                           ("serve", "n=3")])
 def test_from_the_shell(program, key, tmp_path):
-    """From any folder, with no library loaded before."""
+    """A program is started from any folder, and no library was loaded before."""
     p = subprocess.run([sys.executable, ROOT / f"{program}.py", key], cwd=tmp_path, capture_output=True, text=True,
                        env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert (p.returncode, p.stdout, p.stderr.count("\n")) == (2, "", 1) and p.stderr.startswith("error: "), p.stderr
@@ -183,7 +185,7 @@ def test_from_the_shell(program, key, tmp_path):
 
 
 class PanicException(BaseException):
-    """As Rust's of pyo3, which is no Exception."""
+    """Stands for the panics of pyo3's Rust code, which are no Exceptions."""
     __module__ = "pyo3_runtime"
 
 
@@ -203,7 +205,8 @@ def test_what_the_machine_refuses_is_one_line(error, told, capfd, monkeypatch):
 
 
 def test_another_processs_error_is_not_told_again(capfd, monkeypatch):
-    """A process of torchrun that loses its connection to one that has ended says nothing. A bug has its traceback."""
+    """A process of torchrun that loses its connection to a process that has ended says nothing. A bug has its
+    traceback."""
     def main(argv):
         raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:43745. GLHF!")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -216,7 +219,7 @@ def test_another_processs_error_is_not_told_again(capfd, monkeypatch):
 
 
 def test_a_compiler_that_is_missing(world, capfd, monkeypatch):
-    """One line, before the run's folder is touched."""
+    """The error is one line, and it comes before the run's folder is touched."""
     def compiled(*batch):
         raise torch._inductor.exc.InductorError(RuntimeError("No working C++ compiler found\nand fifty lines more"), None)
     monkeypatch.setattr(torch, "compile", lambda model: compiled)
@@ -230,7 +233,7 @@ def test_a_compiler_that_is_missing(world, capfd, monkeypatch):
 
 
 def test_streams_that_nobody_reads(world, tmp_path, monkeypatch):
-    """A daemon closes stdin, stdout and stderr, a disk is full, head ends: the training goes on to its end."""
+    """A daemon closes stdin, stdout and stderr, a disk is full, or head ends. The training goes on to its end."""
     command = [sys.executable, str(ROOT / "train.py"), *T, f"data_dir={world / 'data'}", f"out_dir={tmp_path}", "run=daemon"]
     done = subprocess.run(["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command])
     assert done.returncode == 0 and checkpoint.load_checkpoint(tmp_path / "daemon")["step"] == 6

@@ -1,4 +1,5 @@
-"""bench.py: every line of every benchmark, at tiny sizes on a CPU; what is timed, and the memory that is counted."""
+"""bench.py prints every line of every benchmark, at tiny sizes on a CPU. The tests also look at what is timed, and at
+the memory that is counted."""
 import importlib.util
 import json
 import re
@@ -24,9 +25,9 @@ CPU, TEXT, TAKE_TURNS = torch.device("cpu"), np.arange(60) * 7 % 61, bench.take_
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    """One round without a warm-up; six short requests instead of 240 long ones."""
+    """There is one round without a warm-up, and there are six short requests instead of 240 long ones."""
     monkeypatch.setattr(bench, "take_turns", lambda calls, device, rounds: TAKE_TURNS(calls, device, 1))
-    monkeypatch.setattr(bench.gc, "collect", int)       # slow among all that pytest holds
+    monkeypatch.setattr(bench.gc, "collect", int)       # this is slow among all that pytest holds
     for name, value in dict(WARM_UP=0, PROMPT=(1, 3), ANSWER=(2, 5), LONGEST=8, REQUESTS=6).items():
         monkeypatch.setattr(bench, name, value)
 
@@ -60,7 +61,8 @@ def test_every_line_of_kernels(capsys):
 
 
 def test_cases_take_turns(capsys, monkeypatch):
-    """Rounds that warm up do not count; prepare runs before each call; a ratio is the median of the rounds'."""
+    """Rounds that warm up do not count, and prepare runs before each call. A ratio is the median of the rounds'
+    ratios."""
     def with_a_warm_up(*how):
         times, peaks = TAKE_TURNS(*how)
         return {name: [9.0, *seconds] for name, seconds in times.items()}, peaks
@@ -81,7 +83,8 @@ def test_cases_take_turns(capsys, monkeypatch):
     ("auto", "cpu", ["eager"]), ("auto", "cuda", ["compiled", "graph", "eager"]),
     ("true", "cpu", ["compiled", "eager"]), ("graph", "cuda", ["graph", "eager"]), ("false", "cuda", ["eager"])])
 def test_training_is_compiled_where_that_of_train_is(compile, device, modes, monkeypatch):
-    """As prepare_forward decides. With compilation the calls go through what torch.compile returns."""
+    """Training is compiled where prepare_forward decides so. Then the calls go through the function that torch.compile
+    returns."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(bench, "recordable", lambda device: device.type == "cuda")
     cfg, device, used = TrainConfig(compile=compile, batch_size=2), torch.device(device), []
@@ -97,8 +100,8 @@ def test_training_is_compiled_where_that_of_train_is(compile, device, modes, mon
 
 
 def test_a_graph_trains_and_decodes_as_eager_code(monkeypatch):
-    """Emulated on a CPU: the same weights after steps whose gradients are added to others, Python running twice. In
-    decoding, one step of each call is an ordinary one at most."""
+    """The graph is emulated on a CPU. The weights are the same after steps whose gradients are added to others, and
+    Python runs twice. In decoding, at most one step of each call is an ordinary one."""
     emulate(monkeypatch)
     cfg, weights = TrainConfig(batch_size=2), []
     for mode in "graph", "eager":
@@ -124,7 +127,8 @@ def test_a_graph_trains_and_decodes_as_eager_code(monkeypatch):
 
 
 def test_modes_of_decoding(capsys, monkeypatch):
-    """On a GPU: what sample.py does by itself in all batches, then float32, then eager."""
+    """On a GPU the first mode is what sample.py does by itself, and it decodes all batches. Then come float32 and eager
+    code."""
     gpu = torch.device("cuda")
     assert bench.decoding_modes(CPU) == [(torch.float32, "eager")]
     monkeypatch.setattr(bench, "recordable", lambda device: True)
@@ -153,7 +157,8 @@ def test_a_training_step_is_what_moves_the_weights():
 
 
 def test_figures_of_a_known_gpu(capsys, monkeypatch):
-    """5 ms a step: 20 operations of 8, and 10 bytes of 50, a millisecond."""
+    """A step takes 5 ms. In a millisecond it makes 20 operations where the GPU could make 80, and reads 10 bytes of
+    50."""
     monkeypatch.setattr(bench, "gpu_peaks", lambda device: (8e4, 5e4))
     call = Call(None, steps=4, tokens=15, flops=100, count=lambda: (1234, 50))
     bench.tell("title", "a", call, [0.02], 3 << 20, ("a", [0.02]), CPU)
@@ -177,7 +182,8 @@ def sizes_of(*parts):
 
 
 def test_bytes_that_a_decode_step_reads():
-    """Weights as often as they are used, the cached slots so far, no embedding. Positions 92 to 99 read 96.5 keys."""
+    """A step reads the weights as often as they are used, and the cached slots so far, but no embedding. Positions 92
+    to 99 read 96.5 keys on average."""
     keys = lambda model: 2 * len(model.init_cache(1, 1).k) * 32 * 8 * 96.5
     gpt, loops = tiny("gpt"), tiny("relaxed", n_loop=2, rank=0)
     once = sizes_of(gpt.blocks, gpt.norm, gpt.head)
@@ -192,7 +198,8 @@ def test_bytes_that_a_decode_step_reads():
 
 @pytest.mark.skipif(not bench.RESET_PEAK.exists(), reason="memory of a CPU is told by Linux")
 def test_peak_memory():
-    """What is made in the setup and in the call, at the peak; not what prepare took, nor what is free again."""
+    """Memory that the setup and the call take counts at its peak. Memory that prepare took does not count, nor does
+    memory that is free again."""
     ones = lambda mib: torch.ones(mib * 2 ** 20 // 4)
 
     def setup(n):
@@ -205,7 +212,7 @@ def test_peak_memory():
 
 
 def test_what_decoding_runs():
-    """The last eight tokens, one after the other; the rest is prefilled before."""
+    """A call decodes the last eight tokens, one after the other. The tokens before them are prefilled by prepare."""
     model, seen = tiny("gpt"), []
     forward = model.forward
     model.forward = lambda idx, cache, n_valid=None: (seen.append((len(idx), idx.size(1), cache.longest)),
@@ -219,7 +226,7 @@ def test_what_decoding_runs():
 
 
 def test_trained_runs(tmp_path, data_dir, capsys):
-    """Numbers for reproduce.py; requests to one of the runs, and to one that is converted."""
+    """The last line has numbers for reproduce.py. Requests go to one of the runs, and to one that is converted."""
     folders = [str(runs.run(name, tmp_path / name, data_dir, "max_steps=1").folder) for name in ("gpt", "mor")]
     capsys.readouterr()
     bench.main(["runs", *folders])
@@ -234,7 +241,8 @@ def test_trained_runs(tmp_path, data_dir, capsys):
 
 
 def test_early_exit(capsys, monkeypatch):
-    """The rule lets 0.65 of a text's tokens go after the first loop; the loss is theirs, and the others' of all loops."""
+    """The rule lets 0.65 of a text's tokens go after the first loop. The loss is that of these tokens after one loop,
+    and of the others after all loops."""
     model, idx = tiny("relaxed", block_size=19, n_layer=4, n_loop=2, rank=2), torch.from_numpy(TEXT[:58])
     monkeypatch.setattr(bench, "LONGEST", 19)
     bench.early_exit(model, TEXT[:58], CPU)

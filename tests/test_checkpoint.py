@@ -1,4 +1,4 @@
-"""Checkpoints: killed at any moment, damaged in any byte, hostile, on a full disk."""
+"""Checkpoints are not lost by a kill at any moment, nor by a full disk. Damaged and hostile files are refused."""
 import hashlib
 import io
 import os
@@ -19,7 +19,7 @@ from common.options import UserError, unlock
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data_dir):
-    """The fingerprint of an uninterrupted run. (Saving is the same for all models.)"""
+    """Return the fingerprint of an uninterrupted run. (Saving is the same for all models.)"""
     return finish(tmp_path_factory.mktemp("whole"), data_dir)
 
 
@@ -31,7 +31,7 @@ def child(out, data_dir, *more, die_at=None):
 
 
 def finish(out, data_dir):
-    """Resume (or start) until the run is done; the fingerprint it ends with."""
+    """Resume or start until the run is done, and return the fingerprint that it ends with."""
     p = child(out, data_dir, *["resume=true"] * checkpoint.newest(out / "r").exists())
     p.join()
     assert p.exitcode == 0
@@ -46,13 +46,13 @@ def test_kill_at_random_moments(whole, tmp_path, data_dir, pytestconfig):
         file = out / "r" / "ckpt.pt"
         runs.kill_after(2 * n % 9, child(out, data_dir), file, rng)
         if file.exists():
-            progress.add(checkpoint.load_checkpoint(file)["step"])      # whole, whenever it was killed
+            progress.add(checkpoint.load_checkpoint(file)["step"])  # the file is whole, whenever the process was killed
         assert finish(out, data_dir) == whole
     assert len(progress) > 2, "the kills did not fall into the run"
 
 
 def test_a_kill_before_the_last_rename(whole, tmp_path, data_dir):
-    """The last state is there as pending.pt, and nothing is left to train or to evaluate."""
+    """The last state is there as pending.pt, so that nothing is left to train or to evaluate."""
     finish(tmp_path, data_dir)
     os.replace(tmp_path / "r" / "ckpt.pt", tmp_path / "r" / "pending.pt")
     assert finish(tmp_path, data_dir) == whole and not (tmp_path / "r" / "pending.pt").exists()
@@ -62,7 +62,8 @@ def test_a_kill_before_the_last_rename(whole, tmp_path, data_dir):
     pytest.param((call, n), marks=[pytest.mark.full] * (n < 4), id=f"{call}-{n}") for n in (1, 2, 4) for call in
     ("save", "save!", "fsync", "fsync!", "replace", "replace!", "sync_folder", "sync_folder!")])
 def test_kill_inside_saving(whole, tmp_path, data_dir, die_at):
-    """Just before and just after each system call of a save: the first, of best.pt, and later ones of ckpt.pt."""
+    """The process is killed just before and just after each system call of a save. The first save is that of best.pt,
+    and later ones are of ckpt.pt."""
     p = child(tmp_path, data_dir, die_at=die_at)
     p.join()
     assert p.exitcode == -signal.SIGKILL
@@ -72,7 +73,8 @@ def test_kill_inside_saving(whole, tmp_path, data_dir, die_at):
 
 
 def test_order_of_a_save(tmp_path, monkeypatch):
-    """SIGKILL does not test fsync: the file reaches the disk before it takes its place, the folder after."""
+    """SIGKILL does not test fsync, so that the order of the calls is looked at. The file reaches the disk before it
+    takes its place, and the folder reaches it after."""
     order, replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: order.append("folder" if os.path.isdir(fd) else "file"))
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("replace"), replace(a, b)))
@@ -82,7 +84,7 @@ def test_order_of_a_save(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory, data_dir):
-    """The bytes of a small checkpoint and the fingerprint of its contents."""
+    """Return the bytes of a small checkpoint and the fingerprint of its contents."""
     out = tmp_path_factory.mktemp("sound")
     path = runs.run("gpt", out, data_dir, "n_layer=1", "n_embd=4", "n_head=1", "block_size=4").folder / "ckpt.pt"
     checkpoint.save_checkpoint(path, {**checkpoint.load_checkpoint(path), "optimizers": []})
@@ -91,7 +93,7 @@ def sound(tmp_path_factory, data_dir):
 
 @pytest.mark.parametrize("damage", ["cut", "flip"])
 def test_damaged_checkpoints_are_refused(damage, sound, tmp_path):
-    """Also by a flip in the zip's directory, which its own checksums do not cover, and in our checksum."""
+    """A flip is also noticed in the zip's directory, which its own checksums do not cover, and in our checksum."""
     data, rng, path = sound[0], random.Random(1), tmp_path / "c.pt"
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         directory = range(z.start_dir, len(data))
@@ -105,7 +107,8 @@ def test_damaged_checkpoints_are_refused(damage, sound, tmp_path):
 
 
 def test_whole_files_that_no_run_saves(sound, tmp_path, capsys):
-    """Right checksums around other contents: one line. An option that the model does not have is dropped."""
+    """These files have right checksums around other contents, and each is refused in one line. An option that the model
+    does not have is dropped."""
     (tmp_path / "a.pt").write_bytes(sound[0])
 
     def saved(change):
@@ -130,7 +133,8 @@ def test_whole_files_that_no_run_saves(sound, tmp_path, capsys):
 
 
 def test_hostile_and_foreign_files_are_refused_and_run_nothing(tmp_path):
-    """Bombs, others' weights, text. With and without the right checksum: it is no secret."""
+    """The files are bombs, weights of others, and text. They are refused also with the right checksum, because it is no
+    secret."""
     target = tmp_path / "owned"
 
     class Bomb:
@@ -158,8 +162,8 @@ def contents(folder):
 
 
 def test_an_older_run_stays_until_it_is_replaced(tmp_path, data_dir, monkeypatch):
-    """overwrite=true, ended before the first save in several ways: the older files are all there. The first save replaces
-    them all, the log and step_*.pt too, and no file of the user's."""
+    """overwrite=true ends before the first save in several ways, and the older files are all there. The first save
+    replaces them all, the log and step_*.pt too, and no file of the user's."""
     old = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "keep_interval=2")
     (old.folder / "curves.png").write_bytes(b"picture")
     (old.folder / "notes.tmp").write_text("a user's own")
@@ -194,7 +198,8 @@ def test_an_older_run_stays_until_it_is_replaced(tmp_path, data_dir, monkeypatch
     pytest.param((call, n), marks=[pytest.mark.full] * (call != "unlink" and n < 4), id=f"{call}-{n}")
     for call, n in (("unlink", 3), ("replace", 3), ("replace!", 3), ("replace", 4), ("replace!", 4))])
 def test_kill_while_an_older_run_is_replaced(whole, tmp_path, data_dir, die_at):
-    """The folder holds the older run or the new one, whose log is its own, and resume=true ends as without the kill."""
+    """The folder holds the older run, or the new one with its own log. resume=true ends as it would without the
+    kill."""
     runs.run("gpt", tmp_path, data_dir, "seed=5", "eval_interval=2", "keep_interval=2", "max_steps=4")
     p = child(tmp_path, data_dir, "overwrite=true", die_at=die_at)
     p.join()
@@ -219,7 +224,7 @@ train.run_cli(train.main)
 
 def test_full_disk_leaves_the_last_checkpoint(tmp_path, data_dir):
     p = python("-c", FULL_DISK, *runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2"))
-    error = [line for line in p.stderr.splitlines() if not line.startswith("kernels: ")]     # which tells what runs
+    error = [line for line in p.stderr.splitlines() if not line.startswith("kernels: ")]     # this line tells what runs
     assert p.returncode == 2 and len(error) == 1, p.stderr
     assert "could not save" in error[0] and "untouched" in error[0]
     assert not list(tmp_path.rglob("*.tmp"))

@@ -1,4 +1,5 @@
-"""configs/ of the papers' sizes: parameters, tokens of an optimizer step and of a run, and memory of one 80 GB GPU."""
+"""The configs of the papers' sizes have the papers' parameters, and their tokens of an optimizer step and of a run.
+Each fits into the memory of an 80 GB GPU."""
 import dataclasses
 import re
 
@@ -10,8 +11,8 @@ from conftest import ROOT
 
 TOY = re.compile(r".*_tiny|task_.*|.*shakespeare.*|.*_uptrain")
 VOCAB = {"gpt2": 50257, "hf:HuggingFaceTB/SmolLM-135M": 49152}
-# the papers': millions of parameters (rt: of the matrices of the blocks; mor: of the plain model beside it),
-# tokens of a step, billions of tokens of a run
+# These numbers are the papers': millions of parameters, tokens of a step, and billions of tokens of a run. The
+# parameters of rt are those of the matrices of the blocks, and those of mor are the plain model's beside it.
 RT, LRT, MOR, RAT = 2 ** 18, 2 ** 19, 2 ** 19, 2 ** 21
 PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l": (302, RT, 6),
          "rt_300m_12l": (285, RT, 6), "rt_300m_6l": (302, RT, 6), "lrt_20l": (1320, LRT, 13.2),
@@ -19,22 +20,24 @@ PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l":
          "rat_200m": (206, RAT // 2, 15),
          **{f"mor_{size}m": (size, MOR, 20) for size in (135, 360, 730, 1700)}}
 NAMES = sorted({p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch(p.stem)} | PAPER.keys())
-# (its row in results/tables.md, the file's name, changed options): one file of MoR is three models
-# MoR's: layers of the plain model, MoR-2, MoR-3, MoR-4; billions of tokens of the smallest budget
+# A run below is (its row in results/tables.md, the file's name, changed options), because one file of MoR is three models.
+# For MoR there are the layers of the plain model, MoR-2, MoR-3 and MoR-4, and the billions of tokens of the smallest
+# budget.
 LAYERS = {135: (30, 30, 32, 30), 360: (32, 32, 32, 34), 730: (26, 26, 26, 26), 1700: (24, 24, 26, 26)}
 SMALLEST = {135: 9.2, 360: 3.6, 730: 1.8, 1700: 0.8}
 MOR_3 = {135: 42, 360: 118, 730: 252, 1700: 670}     # millions of parameters with three recursions
 RUNS = [run for name in NAMES for run in (
     [(f"{name}_r{r}", name, dict(n_loop=r, n_layer=LAYERS[PAPER[name][0]][r - 1])) for r in (2, 3, 4)]
     if name.startswith("mor_") else [(name, name, {})])]
-# Bytes of activations a token, layer and channel, at most: the peak of forward and backward pass under bfloat16
-# autocast on a CPU (two heads, 1,024 tokens) without weights and gradients; rt with the copies of CUDA graphs.
+# These are the bytes of activations a token, layer and channel, at most. They were measured at the peak of forward and
+# backward pass under bfloat16 autocast on a CPU (two heads, 1,024 tokens), without weights and gradients. The number of
+# rt includes the copies of CUDA graphs.
 ACTIVATIONS = {"rt": 60, "lrt": 120, "mor": 45, "rat": 40}
 LOSS = 2e9                  # the logits of a piece, in some copies
 
 
 def build(name, **changes):
-    """The config's values, and its model on the meta device."""
+    """Return the config's values, and its model on the meta device."""
     values = {**options.load_yaml(ROOT / "configs" / f"{name}.yaml"), **changes}
     module, tokenizer = options.model_module(values["model"]), values.get("tokenizer")
     if "vocab_size" not in values:
@@ -50,7 +53,7 @@ def count(parameters):
 
 @pytest.mark.parametrize("row, name, changes", RUNS, ids=[row for row, *_ in RUNS])
 def test_size_tokens_and_memory(row, name, changes):
-    """The paper's, and as the row of the config in results/tables.md, "Scaling out", says."""
+    """They are those of the paper, and those of the config's row in results/tables.md, "Scaling out"."""
     values, model = build(name, **changes)
     family, (millions, step, billions) = values["model"], PAPER[name]
     cfg, total = model.cfg, count(model.parameters())
@@ -58,7 +61,7 @@ def test_size_tokens_and_memory(row, name, changes):
     if family == "rt":
         size = count(p for p in model.blocks.parameters() if p.dim() == 2)
     elif family == "mor":
-        if cfg.n_loop == 3:     # Tables 3, 7 and 8, without embedding and routers
+        if cfg.n_loop == 3:     # Tables 3, 7 and 8 count without embedding and routers
             stored = count(p for n, p in model.named_parameters() if "wte" not in n and "router" not in n)
             assert abs(stored / 1e6 - MOR_3[millions]) < (5 if millions == 1700 else 0.6)
         assert values["warmup_steps"] == round(0.05 * SMALLEST[millions] * 1e9 / step)
@@ -69,7 +72,7 @@ def test_size_tokens_and_memory(row, name, changes):
     assert tokens * accumulation == step and accumulation % 8 == 0
     assert abs(step * values["max_steps"] / 1e9 - billions) < 0.01 * billions
 
-    weights = 16 * total            # with gradients and Adam's two moments; Muon has one
+    weights = 16 * total            # gradients and Adam's two moments are included; Muon has one
     activations = ACTIVATIONS[family] * tokens * cfg.n_layer * cfg.n_embd
     assert weights + activations + LOSS < 80e9
 
@@ -98,7 +101,7 @@ SMOLLM = dict(vocab_size=49152, n_layer=32, n_head=15, n_kv_head=5, n_embd=960, 
     ("relaxed_uptrain", TINYLLAMA, dict(rank=256), 970, 690, 60), ("mor_uptrain", SMOLLM, {}, 315, 118, 5),
     ("mor_uptrain", SMOLLM, dict(n_loop=2), 315, 167, 5)])
 def test_uptraining(name, source, changes, source_millions, millions, billions):
-    """The papers' sizes without embeddings, and tokens."""
+    """The sizes without embeddings, and the tokens, are those of the papers."""
     values, model = build(name, **source, **changes)
     _, before = build(name, **source, **changes, model="gpt")
     embeddings = (1 if model.cfg.tie_embeddings else 2) * model.wte.weight.numel()

@@ -1,4 +1,5 @@
-"""eval.py: its loss against cross_entropy; lm_eval's tasks, by all models and transformers' Llama."""
+"""eval.py has the loss of cross_entropy. lm_eval's tasks run with all models, and with transformers' Llama they give
+the same numbers."""
 import contextlib
 import io
 import json
@@ -26,7 +27,7 @@ from common.tokenizer import load_tokenizer
 
 @pytest.fixture(scope="module", params=MODELS)
 def run(request, tmp_path_factory, data_dir):
-    """The folder of a run of each model, hardly trained."""
+    """Return the folder of a run of each model, which is hardly trained."""
     out = tmp_path_factory.mktemp(request.param)
     return runs.run(request.param, out, data_dir, "max_steps=1", "learning_rate=1e-2", "block_size=24").folder
 
@@ -87,15 +88,15 @@ PAIRS = [("the cat", " sat"), ("the cat", " ran"), ("a b ", "c d"), ("", "no con
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """The options of tasks of each kind, from local files."""
+    """Return the options of tasks of each kind, from local files."""
     pytest.importorskip("lm_eval", reason="lm_eval is not installed: eval.py's tasks are not tested")
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{"text": f"number {n} is " + "even." * (n % 3 + 1), "choices": [" even", " odd", " neither"],
              "label": n % 2, "right": [" even", " odd"][n % 2]} for n in range(6)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    kinds = {"choose": ("multiple_choice", "{{text}}", "{{label}}"),        # the right answer's number
-             "spell": ("multiple_choice", "{{text}}", "{{right}}"),         # spelt out
-             "fill": ("multiple_choice", "{{label}}", "{{text}}"),          # which beginning is right
+    kinds = {"choose": ("multiple_choice", "{{text}}", "{{label}}"),        # the answer is a number
+             "spell": ("multiple_choice", "{{text}}", "{{right}}"),         # the answer is spelt out
+             "fill": ("multiple_choice", "{{label}}", "{{text}}"),          # the question is which beginning is right
              "write": ("generate_until", "{{text}}", "{{right}}")}
     for name, (kind, question, answer) in kinds.items():
         metric = "exact_match" if name == "write" else "acc"
@@ -118,7 +119,8 @@ def test_batches_agree(name):
 
 
 def test_tasks_and_their_right_answers(tasks, tmp_path, data_dir):
-    """gold_ce by a label, by an answer spelt out, and of a right beginning."""
+    """gold_ce is right where the answer is a label, where it is spelt out, and where the right beginning is asked
+    for."""
     run = runs.run("gpt", tmp_path, data_dir, "max_steps=2", "block_size=96").folder
     (model, tokenizer, _), argv = load_run(run), [f"{key}={value}" for key, value in tasks.items()]
     found = evaluate(run, "limit=5", *argv)["tasks"]
@@ -138,13 +140,13 @@ def test_the_papers_tasks_are_in_lm_eval():
     tasks = pytest.importorskip("lm_eval.tasks")
     names = {name for names in evaluation.TASK_SETS.values() for name in names.split(",")}
     folders = "arc", "hellaswag", "lambada", "mmlu/continuation", "openbookqa", "piqa", "sciq", "winogrande"
-    here = [f"{tasks.__path__[0]}/{folder}" for folder in folders]          # all that it has takes 8 s
+    here = [f"{tasks.__path__[0]}/{folder}" for folder in folders]          # listing all of its tasks takes 8 s
     assert names <= {*tasks.TaskManager(include_path=here, include_defaults=False).all_tasks}
     assert evaluation.TASK_SETS.keys() == {"rt", "relaxed", "mor", "rat"}
 
 
 def test_lrt_scores_by_its_estimate():
-    """prefill=interleaved: the logits of Algorithm 1, not those of the chain."""
+    """The score comes from the logits of Algorithm 1, and not from those of the chain."""
     model, tokenizer = tiny("lrt", vocab_size=260, block_size=32), load_tokenizer({"kind": "byte"})
     exact, = ask(harness_model(model, tokenizer, 1), "loglikelihood", PAIRS[0])
     model.cfg.prefill = "interleaved"
@@ -158,7 +160,7 @@ def test_lrt_scores_by_its_estimate():
 
 @pytest.fixture(scope="module")
 def llamas(tmp_path_factory):
-    """A tiny Llama with a BPE of its own: lm_eval's model of it, and ours."""
+    """Return lm_eval's model of a tiny Llama with a BPE of its own, and ours."""
     transformers, huggingface = map(pytest.importorskip, ("transformers", "lm_eval.models.huggingface"))
     folder = tmp_path_factory.mktemp("llama")
     write_model(folder, smollm(280))
@@ -183,7 +185,7 @@ def test_the_numbers_are_those_of_lm_eval_with_transformers(llamas):
 
 
 def test_what_fails_in_lm_eval_is_one_line(tasks, tmp_path, monkeypatch):
-    """A missing package, an error of any type in a task's code."""
+    """A package may be missing, or a task's code may raise an error of any type. Either is told in one line."""
     model, tokenizer = tiny("gpt", vocab_size=260), load_tokenizer({"kind": "byte"})
     (tmp_path / "broken.py").write_text("def score(doc):\n    raise ZeroDivisionError('first\\nsecond')\n")
     (tmp_path / "broken.yaml").write_text((tmp_path / tasks["include_path"] / "choose.yaml").read_text().replace(

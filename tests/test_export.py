@@ -1,4 +1,5 @@
-"""python -m common.checkpoint RUN export=...: Hugging Face folders that compute the same, and files that load back."""
+"""python -m common.checkpoint RUN export=... writes Hugging Face folders that compute the same, and files that load
+back."""
 import dataclasses
 import json
 
@@ -31,7 +32,7 @@ CASES = [("gpt", dict(n_layer=2, n_kv_head=2, rope_theta=500.0)),
 
 @pytest.mark.parametrize("model, keys", CASES)
 def test_transformers_computes_the_same_logits(model, keys, tmp_path):
-    """All weights random, norms and deltas too; then the folder loads back as a model_gpt."""
+    """All weights are random, norms and deltas too. Then the folder loads back as a model_gpt."""
     from transformers import AutoModelForCausalLM
     torch.manual_seed(0)
     module = model_module(model)
@@ -56,7 +57,7 @@ def test_transformers_computes_the_same_logits(model, keys, tmp_path):
 @given(texts=st.lists(TEXTS, min_size=9, max_size=9))
 def test_the_export_encodes_as_we_do(texts, exported):
     """transformers reads the ids that the model was trained on, for every kind of tokenizer, and so does hf:FOLDER."""
-    special = [*SPECIAL, "</s>"]                    # tokens there, characters like any other here
+    special = [*SPECIAL, "</s>"]                    # they are tokens there and characters here
     for ours, theirs, again in exported:
         for text in ["cat ünder\n    cat  aaa aaaa aaaaa", *texts]:
             for word in special:
@@ -71,7 +72,8 @@ def test_the_export_encodes_as_we_do(texts, exported):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """(tokenizer, the export as transformers reads it, as we read it) of each kind; of hf: all its forms."""
+    """Return (tokenizer, the export as transformers reads it, the export as we read it) of each kind. The kind hf: has
+    all its forms."""
     from transformers import AutoTokenizer
     bpe = train_bpe(360, [2 * "the cat sat on the mat, 1234 times\n    the end aaaaaaa aaaab baaa", WORDS])
     found = []
@@ -85,7 +87,7 @@ def exported(tmp_path_factory):
 
 
 def test_an_exported_file_is_the_run_without_optimizers(data_dir, tmp_path, capsys):
-    """Bit for bit: for load_run, for sample.py, and as init_from."""
+    """The weights are the same bit for bit, for load_run, for sample.py, and as init_from."""
     trainer, file = runs.run("relaxed", tmp_path / "out", data_dir, "rank=2"), tmp_path / "new" / "m.pt"
     folder = trainer.folder
     checkpoint.main([str(folder), f"export={file}"])
@@ -109,7 +111,8 @@ def test_an_exported_file_is_the_run_without_optimizers(data_dir, tmp_path, caps
     (dict(kind="Llama", head_dim=16), torch.float32, "mor", ["router=none", "n_loop=2", "share=middle_cycle"]),
     (dict(kind="Gemma", head_dim=16), torch.bfloat16, "relaxed", ["n_loop=2", "rank=3"])])
 def test_from_a_folder_to_a_folder(sizes, dtype, model, keys, data_dir, tmp_path):
-    """Converted by the recipe, trained, exported at a fixed depth: transformers computes that model's logits."""
+    """The model is converted by the recipe, trained, and exported at a fixed depth. transformers then computes its
+    logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     saved_llama(tmp_path / "source", vocab_size=257, num_hidden_layers=4, **sizes)
     if dtype == torch.bfloat16:

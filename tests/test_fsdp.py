@@ -1,4 +1,4 @@
-"""fsdp=true on two processes: what one process computes, in the same checkpoints."""
+"""Two processes with fsdp=true compute what one process computes, and write the same checkpoints."""
 import pytest
 import torch
 
@@ -8,19 +8,19 @@ import train
 from conftest import MODELS, two_processes
 
 OPTIONS = ["gradient_accumulation_steps=4", "optimizer=muon", "muon_learning_rate=0.02", "eval_interval=3",
-           "eval_batches=3"]    # two cannot share them equally
+           "eval_batches=3"]    # two processes cannot share them equally
 OTHERS = {"rt": ["schedule=tiled"], "lrt": ["projections=layerwise"], "relaxed": ["rank=4"], "mor": ["router=token"]}
 
 
 def sharded(model, folder, data_dir, *extra):
-    """The checkpoint and what was printed."""
+    """Return the checkpoint and what was printed."""
     p = two_processes(folder.parent, *runs.arguments(model, folder, data_dir, *OPTIONS, "fsdp=true", *extra))
     return checkpoint.load_checkpoint(folder / "r" / "ckpt.pt"), p.stdout
 
 
 def assert_alike(ours, theirs, tolerance=2e-5):
-    """Weights and moments of two checkpoints, relative to the largest number of each tensor. Sums in another order
-    differ by 1e-7; Adam makes more of it where a gradient is almost 0."""
+    """Compare weights and moments of two checkpoints, relative to the largest number of each tensor. Sums in another
+    order differ by 1e-7, and Adam makes more of that where a gradient is almost 0."""
     def tensors(tree, path=""):
         for key, value in (tree.items() if isinstance(tree, dict) else enumerate(tree)):
             if isinstance(value, (dict, list)):
@@ -39,7 +39,7 @@ def assert_alike(ours, theirs, tolerance=2e-5):
     *(pytest.param(m, [], id=m, marks=() if m in ("gpt", "lrt") else pytest.mark.full) for m in MODELS),
     *(pytest.param(m, keys, id=f"{m}-{keys[0]}", marks=pytest.mark.full) for m, keys in OTHERS.items())])
 def test_two_sharded_processes_are_one(model, extra, data_dir, tmp_path):
-    """Weights, moments and losses; then each goes on from the other's checkpoint."""
+    """Weights, moments and losses are the same. Then each goes on from the other's checkpoint."""
     one = runs.run(model, tmp_path / "one", data_dir, *OPTIONS, *extra)
     two, out = sharded(model, tmp_path / "two", data_dir, "sample_tokens=3", *extra)
     assert "2 processes" in out and "-" * 80 in out

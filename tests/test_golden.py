@@ -1,4 +1,5 @@
-"""The same numbers as the authors' code, on every schedule and path. (tests/golden/README.md tells what is there.)"""
+"""Every schedule and path has the same numbers as the authors' code. (tests/golden/README.md says what the files
+hold.)"""
 import json
 
 import numpy as np
@@ -20,7 +21,7 @@ BLOCK = {"W_q": "attn.wq.weight", "W_k": "attn.wk.weight", "W_v": "attn.wv.weigh
 
 
 def golden(name):
-    """The arrays of a file as float64 tensors (token ids stay int64), and its configuration."""
+    """Return the arrays of a file as float64 tensors (token ids stay int64), and its configuration."""
     with np.load(ROOT / "tests" / "golden" / f"{name}.npz") as f:
         arrays = {key: torch.from_numpy(f[key]) for key in f.files if key != "config"}
         config = json.loads(str(f["config"]))
@@ -28,8 +29,8 @@ def golden(name):
 
 
 def load(model, arrays, names=None, rows={}):
-    """Set the parameters of names, {an array: its parameter}; None: the arrays have the parameters' names. rows: where
-    an array is only a part of its parameter."""
+    """Set the parameters of names, {an array: its parameter}. If names is None, the arrays have the parameters' names.
+    rows says where an array is only a part of its parameter."""
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in (names or dict(zip(arrays, arrays))).items():
@@ -39,7 +40,7 @@ def load(model, arrays, names=None, rows={}):
 
 
 def check_gradients(model, arrays, names, tolerance, rows={}):
-    """Every d_NAME of the file must be there."""
+    """Compare the gradients. The file must have every d_NAME."""
     assert {k[2:] for k in arrays if k.startswith("d_")} == names.keys()
     own = dict(model.named_parameters())
     for name, parameter in names.items():
@@ -48,8 +49,8 @@ def check_gradients(model, arrays, names, tolerance, rows={}):
 
 
 def check_layers(model, arrays, names, y, values, gradients, rows={}):
-    """The layers alone, without the final norm: the B T rows of x are the embeddings of tokens 0 .. B T - 1, and y is
-    what the file calls the result. Returns the tokens (B, T)."""
+    """Compare the layers alone, without the final norm. The B T rows of x are the embeddings of tokens 0 .. B T - 1,
+    and y is the file's name of the result. Returns the tokens (B, T)."""
     names, arrays["d_x"] = {**names, "x": "wte.weight"}, arrays["dx"]
     load(model, arrays, names, rows).train()
     model.norm = nn.Identity()
@@ -77,7 +78,8 @@ def test_rt(name, layers, values, gradients, schedule):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_rat(fast):
-    """Training; decoding after prompts that end with a chunk or in one."""
+    """Training has the authors' numbers. So has decoding, after a prompt that ends with a chunk and after one that ends
+    inside."""
     arrays, _ = golden("rat_layer_L4")
     rows = dict(W_z=slice(32), W_g=slice(32, 64), W_v=slice(64, 96), W_q=slice(96, 112), W_k=slice(112, 128))
     names = {**dict.fromkeys(rows, "blocks.0.mix.w_in.weight"), "W_o": "blocks.0.mix.wo.weight",
@@ -97,7 +99,7 @@ def test_rat(fast):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("router", ["expert", "token"])
 def test_mor(router, fast):
-    """Which tokens a recursion chose shows in the logits: another choice moves them far."""
+    """The logits show which tokens a recursion chose, because another choice moves them far."""
     arrays, _ = golden(f"mor_{router}_R3")
     blocks = {"first": "first.0", "shared0": "blocks.0", "shared1": "blocks.1", "last": "last.0"}
     names = {f"{k}_{name}": f"{own}.{parameter}" for k, own in blocks.items() for name, parameter in BLOCK.items()}
@@ -122,8 +124,8 @@ IN_LRT = {"W_q": "attn.wq", "W_k": "attn.wk", "W_v": "attn.wv", "W_o": "attn.wo"
 
 
 def lrt(name, **keys):
-    """(arrays, model, names, rows) of a file. nanochat's rotary positions turn the other way: the second half of each
-    head's rows of W_q, W_k and W_k_rec is negated (see tests/golden/README.md)."""
+    """Return (arrays, model, names, rows) of a file. The second half of each head's rows of W_q, W_k and W_k_rec is
+    negated, because nanochat's rotary positions turn the other way (see tests/golden/README.md)."""
     arrays, config = golden(name)
     turn = torch.cat([torch.ones(16), -torch.ones(16)]).double()[:, None]
     arrays |= {k: (w.view(-1, 32, 64) * turn).view_as(w) for k, w in arrays.items() if k.endswith(("_q", "_k", "_k_rec"))}
@@ -150,7 +152,8 @@ def test_lrt_backbone(fast):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_lrt(fast):
-    """Algorithm 1 with its two losses and all gradients; the exact chain, with and without a cache."""
+    """Algorithm 1 has the two losses and all gradients of the authors' code. So has the exact chain its loss and
+    logits, with a cache and without."""
     arrays, model, names, rows = lrt("lrt_official_mha", swa=25, source=4, source_norm=True, projections="layerwise", fast=fast)
     idx, targets = arrays["idx"], arrays["targets"]
     logits, loss, aux = model.train()(idx, targets)
@@ -161,7 +164,7 @@ def test_lrt(fast):
     with torch.no_grad():
         cache = model.eval().init_cache(2, 48)
         chains = [model(idx, targets)[0], torch.cat([model(x, cache=cache)[0] for x in idx.split([20, 1, 27], 1)], 1)]
-    logits, loss, _ = model(idx, targets)       # with gradients: no cache inside
+    logits, loss, _ = model(idx, targets)       # with gradients the chain uses no cache
     assert all(relative(x, arrays["logits_seq"]) < 3e-6 for x in (logits, *chains))
     assert relative(loss, arrays["loss_seq"]) < 3e-6
 
@@ -169,7 +172,8 @@ def test_lrt(fast):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("init", ["average", "stepwise", "lower"])
 def test_relaxed_deltas(init, fast):
-    """The stored matrices and the products of the deltas, of one matrix of the block; norms have weight 1."""
+    """The stored matrices and the products of the deltas are the authors', for one matrix of the block. Norms have
+    weight 1."""
     arrays, _ = golden("relaxed_svd")
     sizes = dict(block_size=8, vocab_size=5, n_layer=6, n_head=2, n_embd=16, n_mlp=24)
     source = load(model_gpt.Model(model_gpt.Config(**sizes)),

@@ -1,4 +1,5 @@
-"""model_gpt.py against independent computations: attention from its definition, transformers' Llama."""
+"""model_gpt.py computes what independent code computes, which is attention from its definition and transformers'
+Llama."""
 import json
 import math
 import os
@@ -16,7 +17,8 @@ from kernel_cases import dense_attend
 
 
 def rotate(x, pos, theta):
-    """Rotary by complex numbers: pair (i, i + D/2) of position t turns by t theta^(-2i/D). x (T, H, D)."""
+    """Return x (T, H, D) with rotary positions by complex numbers. The pair (i, i + D/2) of position t turns by t
+    theta^(-2i/D)."""
     half = x.size(-1) // 2
     freq = torch.tensor([theta ** (-2 * i / x.size(-1)) for i in range(half)], dtype=torch.float64)
     turn = torch.exp(1j * pos[:, None].double() * freq)[:, None]
@@ -25,13 +27,15 @@ def rotate(x, pos, theta):
 
 
 def dense_heads(q, k, v, *positions, **more):
-    """Attention of q (T, heads, D) to k and v (S, key heads, D), the whole score matrix written out: (T, heads, D)."""
+    """Return (T, heads, D), the attention of q (T, heads, D) to k and v (S, key heads, D). The whole score matrix is
+    written out."""
     out, _ = dense_attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), *positions, **more)
     return out[0].transpose(0, 1)
 
 
 def test_fast_builds_no_mask(monkeypatch):
-    """In a forward, a prefill, and a decoding step of rows of equal length. (Only the fused kernels do without.)"""
+    """There is no mask in a forward, in a prefill, and in a decoding step of rows of equal length. (Only the fused
+    kernels need none.)"""
     watched = Mock(wraps=model_gpt.F.scaled_dot_product_attention)
     monkeypatch.setattr(model_gpt.F, "scaled_dot_product_attention", watched)
     model, x = tiny("gpt", n_layer=1), torch.randint(0, 61, (2, 9))
@@ -41,7 +45,7 @@ def test_fast_builds_no_mask(monkeypatch):
 
 
 def test_two_ragged_rows_stand_as_in_the_docstring_of_decoding():
-    """Letters are numbers: a = 1, ..., f = 6, u = 7, v = 8, w = 9, x = 10; padding is -1, and an empty slot 0."""
+    """Letters are numbers: a = 1, ..., f = 6, u = 7, v = 8, w = 9, x = 10. Padding is -1, and an empty slot is 0."""
     cache = KVCache(model_gpt.Config(n_head=1, n_embd=2), 2, 8, "cpu", torch.float32, n_layer=1)
 
     def call(new, n_valid):
@@ -70,7 +74,7 @@ def test_rms_norm_squares_in_float32_under_autocast():
 # Hugging Face weights ---------------------------------------------------------------------------------------
 
 def saved_llama(path, kind="Llama", shard="5GB", **sizes):
-    """A tiny random Llama (or Mistral) written by transformers, norms randomised."""
+    """Return a tiny random Llama (or Mistral) whose norms are random too. transformers writes it to path."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     config = getattr(transformers, f"{kind}Config")(**{**dict(
@@ -98,8 +102,8 @@ def cast(dtype):
 HEAD = "lm_head.weight"
 TIED = dict(tie_word_embeddings=True)
 YARN = {"rope_type": "yarn", "rope_theta": 1234.0, "factor": 4.0}
-# (what transformers saves, how config.json is changed, how the weights are or which file is cut off, the reason if we
-# refuse)
+# A variation is (what transformers saves, how config.json is changed, how the weights are changed or which file is cut
+# off, the reason if we refuse).
 VARIATIONS = {
     "as saved": ({}, {}, None, None),
     "float16": ({}, dict(dtype="float16"), cast(torch.float16), None),
@@ -129,7 +133,7 @@ VARIATIONS = {
 
 @pytest.mark.parametrize("sizes, changes, weights, refused", VARIATIONS.values(), ids=VARIATIONS)
 def test_folders_are_read_as_transformers_reads_them(tmp_path, sizes, changes, weights, refused):
-    """changes: fields of config.json; "gone" takes one out."""
+    """changes holds fields of config.json, and "gone" takes one out."""
     saved_llama(tmp_path, **sizes)
     config = {**json.loads((tmp_path / "config.json").read_text()), **changes}
     config = {name: value for name, value in config.items() if value != "gone"}

@@ -1,5 +1,6 @@
-"""graphs.py: a decode step replayed as a graph is an ordinary one, and what could not be replayed is refused. On a CPU a
-dispatch mode stands for CUDA (emulated_graphs.py); with a GPU the same runs there, in float32 and bfloat16."""
+"""graphs.py replays a decode step as a graph, and it computes what an ordinary step computes. A step that could not be
+replayed is refused. On a CPU a dispatch mode stands for CUDA (emulated_graphs.py). With a GPU the same runs there, in
+float32 and bfloat16."""
 import inspect
 import textwrap
 
@@ -21,7 +22,7 @@ CASES = [*each(repeat=True), *[pytest.param(name, sizes, id=f"{name}-{sizes}") f
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """How many graphs were recorded, after emulate."""
+    """Return a list that grows by each graph that is recorded, after emulate."""
     emulate(monkeypatch)
     count, record = [], graphs.record
     monkeypatch.setattr(graphs, "record", lambda *a, **k: (count.append(1), record(*a, **k))[1])
@@ -29,8 +30,9 @@ def recorded(monkeypatch):
 
 
 def decoded(model, step, cache, x, n_prompt, ends):
-    """Prefill x[:, :n_prompt] of which row 1 has one token less, then step by step; row b ends after ends[b] steps. Returns
-    the real logits of each step, and then of an ordinary call with two more tokens a row."""
+    """Prefill x[:, :n_prompt], of which row 1 has one token less if ends is given. Then go on step by step, where row b
+    ends after ends[b] steps. Returns the real logits of each step, those of an ordinary call with two more tokens a
+    row, and the lengths."""
     n = torch.full((len(x),), n_prompt, device=x.device)
     n[1:] -= int(ends is not None)
     model(x[:, :n_prompt], cache=cache, n_valid=n if ends else None)
@@ -46,7 +48,7 @@ def decoded(model, step, cache, x, n_prompt, ends):
 @pytest.mark.parametrize("ends", [None, (9, 4, 9)], ids=["equal", "ragged"])
 @pytest.mark.parametrize("name, sizes", CASES)
 def test_a_step_replayed_is_an_ordinary_one(name, sizes, ends, recorded):
-    """Twice, so that a cache that was reset goes on with its graph."""
+    """It is done twice, because a cache that was reset must go on with its graph."""
     model, x = tiny(name, **sizes), tokens(3, 22)
     cache, graph_cache = model.init_cache(3, 24), model.init_cache(3, 24)
     step = graphs.decoder(model, graph_cache)
@@ -58,7 +60,7 @@ def test_a_step_replayed_is_an_ordinary_one(name, sizes, ends, recorded):
         for a, b in zip(found, want):
             assert relative(a.double(), b.double()) < 1e-10
         cache.reset(), graph_cache.reset()
-    # one of the steps; LRT's prompts and pairs of tokens are steps, too
+    # One graph is of the step. LRT's prompts and pairs of tokens are steps, too.
     assert len(recorded) >= 1 and (name == "lrt" or len(recorded) == 1)
 
 
@@ -91,8 +93,9 @@ def test_text_is_the_same(name, options, recorded):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name, sizes", CASES)
 def test_on_a_gpu(name, sizes, dtype, monkeypatch):
-    """A graph repeats the same kernels, so the logits are those of static calls without it; in float32 they are also those
-    of ordinary calls, whose kernels differ. (In bfloat16 rounding could route a token of MoR in another way.)"""
+    """A graph repeats the same kernels, so that the logits are those of static calls without it. In float32 they are
+    also those of ordinary calls, whose kernels differ. (In bfloat16 rounding could route a token of MoR in another
+    way.)"""
     model, x = tiny(name, **sizes).to("cuda", dtype), tokens(3, 22).cuda()
     found = []
     for kind in "graph", "static", "ordinary":
@@ -125,5 +128,5 @@ def test_what_a_graph_would_freeze_is_noticed(bug, recorded, monkeypatch):
     exec(code.replace("super()", f"super({owner.__name__}, self)") if inspect.isclass(owner) else code, planted)
     monkeypatch.setattr(owner, name, planted[name])
     case = dict(model_rat="rat").get(getattr(owner, "__name__", ""), "mor" if "MoR" in bug else "gpt")
-    with pytest.raises((AssertionError, RuntimeError)):      # other numbers, or refused by emulated_graphs.py
+    with pytest.raises((AssertionError, RuntimeError)):      # other numbers, or emulated_graphs.py refuses
         test_a_step_replayed_is_an_ordinary_one(case, {}, (9, 4, 9), recorded)

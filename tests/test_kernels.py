@@ -1,5 +1,5 @@
-"""kernels.py against definitions: in float64 the reference implementations, on a GPU and in
-tests/interpreted_kernels.py the Triton code."""
+"""kernels.py computes its definitions. In float64 the reference implementations run, and on a GPU and in
+tests/interpreted_kernels.py the Triton code does."""
 import importlib.util
 import math
 
@@ -23,7 +23,7 @@ def test_attend_is_the_definition(number, device, dtype, tolerance):
 
 @pytest.mark.parametrize("number", range(0, len(ATTENDS), 3))
 def test_attend_written_out(number, monkeypatch):
-    """As on devices for which torch has no attention that returns lse."""
+    """Attention is written out on devices for which torch has no attention that returns lse."""
     monkeypatch.setattr(kernels, "FUSED", ())
     found = compare_attend(kernels.attend_by_position, *attend_case(number, *ATTENDS[number]), 1e-10)
     if min(ATTENDS[number][:2]) > 2:
@@ -47,8 +47,8 @@ def test_own_pairs_are_one_more_key(number, device, dtype, tolerance):
 @where(*PRECISION)
 @pytest.mark.parametrize("number", range(len(SPLITS)))
 def test_one_query_in_splits(number, device, dtype, tolerance):
-    """Of three rows, one attends to no key, one to keys of the first split alone, one to all that
-    its window holds."""
+    """One of three rows attends to no key, one to keys of the first split alone, and one to all that its window
+    holds."""
     tensors, (_, *mask), _ = attend_case(number, *SPLITS[number], dtype, device)
     q_pos = torch.tensor([[-1], [5], [tensors[1].size(2) - 1]], dtype=torch.int32, device=device)
     arguments = *tensors, q_pos, *mask
@@ -60,7 +60,7 @@ def test_one_query_in_splits(number, device, dtype, tolerance):
 @where(PRECISION[0])
 @pytest.mark.parametrize("layout", few([*LAYOUTS], 2))
 def test_any_strides(layout, device, dtype, tolerance):
-    """Also where the elements of a row are not contiguous."""
+    """Any layout is right, also where the elements of a row are not contiguous."""
     layout = LAYOUTS[layout]
     for kind, D in (("plain", 16), ("shared", 20)):
         case = attend_case(0, 20, 20, kind, None, False, (2, 2, 2), D, dtype, device)
@@ -76,7 +76,7 @@ def test_any_strides(layout, device, dtype, tolerance):
 
 @pytest.mark.parametrize("kind, window, heads", [("per row", 2, (2, 2, 1)), ("shared", None, (1, 2, 2))])
 def test_naive_gradients(kind, window, heads):
-    """The equations of the backward pass against differences of the forward pass's."""
+    """The equations of the backward pass give what differences of the forward pass give."""
     tensors, arguments, _ = attend_case(0, 3, 4, kind, window, True, heads, 3)
     def function(*tensors):
         out, lse = dense_attend(*tensors, *exactly(arguments))
@@ -85,7 +85,7 @@ def test_naive_gradients(kind, window, heads):
 
 
 def test_two_halves_are_the_whole():
-    """Attention over two halves of the keys merges into attention over all, their gradients add up."""
+    """Attention over two halves of the keys merges into attention over all, and the gradients of the halves add up."""
     (q, k, v), mask, (do, _) = attend_case(0, 20, 30, "shared", None, True, (2, 4, 2), 8)
     q_pos, k_pos, slopes, _ = exactly(mask)
     out, lse = kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes)
@@ -107,7 +107,7 @@ def test_merge_is_its_equations():
 
 
 def test_merge_of_empty_sides():
-    """a is empty, b is, both are: an empty side changes nothing, and gets no gradient; what comes
+    """a is empty, then b is, then both are. An empty side changes nothing and gets no gradient. A gradient that comes
     in through an lse of -inf is ignored."""
     (a, b), inf = torch.randn(2, 1, 1, 3, 8), math.inf
     a[..., [0, 2], :] = b[..., [1, 2], :] = 0
@@ -132,8 +132,8 @@ def test_scan_is_the_loop(case, device, dtype, tolerance):
 
 @where(PRECISION[1])
 def test_states_are_float32(device, dtype, tolerance):
-    """300 steps of a thousandth of the way to 1: a state in bfloat16 would stop short."""
-    most = 255 / 256                        # of bfloat16 below 1
+    """The state goes 300 steps of a 256th of the way to 1. A state in bfloat16 would stop short."""
+    most = 255 / 256                        # the largest number of bfloat16 below 1
     gate = torch.full((1, 300, 16), most, device=device, dtype=torch.bfloat16)
     h = kernels.scan(gate, torch.ones_like(gate), 300)
     assert h.dtype == torch.bfloat16
@@ -141,7 +141,7 @@ def test_states_are_float32(device, dtype, tolerance):
 
 
 def test_opcheck():
-    """Schema, gradients, shapes and strides of the outputs, dynamic shapes."""
+    """opcheck tests schemas and gradients, the shapes and strides of outputs, and dynamic shapes."""
     case = attend_case(0, 9, 11, "shared", 5, True, (2, 4, 2), 8, torch.float32)
     (q, k, v), mask, (do, dlse) = case
     out, lse = kernels.attend_by_position(q, k, v)
@@ -196,7 +196,7 @@ def test_triton_code_compiles_for_gpus(pytestconfig):
 
 @pytest.mark.gpu
 def test_gpu_rows_beyond_two_billion_elements():
-    """Offsets of rows are 64-bit: rows 32,768 apart, 70,000 of them."""
+    """Offsets of rows need 64 bits, because 70,000 rows are 32,768 elements apart."""
     wide = torch.randn(1, 70000, 1, 32768, device="cuda", dtype=torch.bfloat16)
     whole, results = wide[..., :16].transpose(1, 2).detach().requires_grad_(), []
     for x in (whole, whole[:, :, -200:].detach().clone().requires_grad_()):

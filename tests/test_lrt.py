@@ -1,4 +1,5 @@
-"""model_lrt: its equations written once more, what its paths compute, prefill, the paper's optimizer, evaluation."""
+"""model_lrt computes its equations, which are written once more here. The tests also look at what its paths compute, at
+prefill, at the paper's optimizer, and at evaluation."""
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ from conftest import move, relative, tiny
 from test_gpt import dense_heads, rotate
 from test_models import assert_same, outputs_and_gradients, tokens
 
-# mixed: odd sizes, 10 dimensions a head
+# mixed has odd sizes, 10 dimensions a head
 SETTINGS = {"default": {},
             "mixed": dict(n_kv_head=2, pattern="SL", swa=6, n_layer=3, n_embd=40, source=1, source_norm=True,
                           projections="layerwise"),
@@ -39,9 +40,9 @@ unit = lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-5)
 
 
 class ByHand:
-    """This class computes the equations of one sequence idx (T,) once more. buffer has the newest keys and values of
-    each layer, (T, G, D). m (T + 1, C) has the newest memories, and m[t] is m_{t-1}. out and first (T, C) are the
-    outputs of the last layer, with and without memory."""
+    """Computes the equations of one sequence idx (T,) once more. buffer has the newest keys and values of each layer,
+    (T, G, D). m (T + 1, C) has the newest memories, and m[t] is m_{t-1}. out and first (T, C) are the outputs of the
+    last layer, with and without memory."""
 
     def __init__(self, model, idx):
         self.cfg, self.w, self.idx = model.cfg, dict(model.named_parameters()), idx
@@ -55,7 +56,8 @@ class ByHand:
         return y.unflatten(-1, (-1, self.cfg.head_size)) if heads else y
 
     def keys_values(self, layer, at, u, m):
-        """Return the sum of the local ones and the memory's, each times its gate. Each key head has its own gates."""
+        """Return the sum of the local keys and values and the memory's, each times its gate. Each key head has its own
+        gates."""
         rec = f"blocks.{layer}.attn.rec." if self.cfg.projections == "layerwise" else "rec."
         gates = lambda x, name: 2 * torch.sigmoid(self.times(x, layer, f"attn.{name}"))[..., None]
         k, v = (self.times(u, layer, f"attn.{name}", heads=True) for name in ("wk", "wv"))
@@ -87,7 +89,7 @@ class ByHand:
         self.m = self.m.index_copy(0, at + 1, unit(m) if self.cfg.source_norm else m)
 
     def chunked(self, K, start=0):
-        """Run chunks of K positions; K = 1 is the exact chain. Positions before start have run already."""
+        """Run chunks of K positions, where K = 1 is the exact chain. Positions before start have run already."""
         for at in torch.arange(start, len(self.idx)).split(K):
             self.run(at, self.m[at[0]].expand(len(at), -1))
         return self
@@ -134,7 +136,7 @@ def test_each_path_is_its_equations(kind, way, fast, monkeypatch):
 
 
 def test_initial_weights():
-    """As in nanochat, projections into the residual stream are 0, and so are those of gates, so that gates are 1."""
+    """As in nanochat, projections into the residual stream are 0. So are those of gates, so that gates are 1."""
     torch.manual_seed(0)
     model = model_lrt.Model(model_lrt.Config(n_layer=2, n_embd=256, n_head=4))
     stds = dict(wte=1, head=0.001, wo=0, w_down=0, w_gate=0, w_value=0)
@@ -155,7 +157,7 @@ def test_windows_source_and_path():
     assert [cfg.window_of(layer) for layer in range(10)] == [33, 33, 33, 0, 33, 33, 33, 0, 33, 0]
     assert [model_lrt.Config(n_layer=L).source for L in (20, 24, 1)] == [12, 14, 1]
     assert [model_lrt.Config(n_layer=L).source_norm for L in (10, 11, 20)] == [False, True, True]
-    chainless = [dict(memory=False), dict(source=0)]        # one pass is exact
+    chainless = [dict(memory=False), dict(source=0)]        # one pass is exact for these
     assert {replace(model_lrt.Config(), **keys).train_path_used for keys in chainless} == {"exact"}
     approximations = [dict(train_path="interleaved"), dict(train_path="chunked"), dict(prefill="interleaved")]
     for keys in [dict(pattern="SX"), *(a | b for a in chainless for b in approximations)]:
@@ -226,7 +228,7 @@ def test_schedules_of_the_paper():
 @pytest.mark.parametrize("way", ["subsets=2", "train_path=chunked chunk=4"])
 def test_an_evaluation_is_exact_on_some_batches_and_estimates_on_all(way, data_dir, tmp_path):
     trainer = runs.run("lrt", tmp_path, data_dir, "max_steps=1", "eval_batches=1", *way.split())
-    model = move(trainer.model.eval(), 0.1)         # so that float32 cannot hide the gap
+    model = move(trainer.model.eval(), 0.1)         # without this, float32 could hide the gap
     with torch.no_grad():
         batches = [trainer.batches.cut(trainer.batches.val, start) for start in trainer.batches.val_batches(5)]
         exact, estimate = ([nats(model.head(model.hidden(x, path=path)), y).item() for x, y in batches]

@@ -1,4 +1,5 @@
-"""The contract of every model file (forward, cache, generate, ...): a new model_*.py is tested by existing."""
+"""These tests are the contract of every model file (forward, cache, generate, ...). A new model_*.py is tested because
+it exists."""
 import dataclasses
 import importlib
 import math
@@ -18,7 +19,7 @@ from kernel_cases import Memory
 from common import optim
 from common.options import TrainConfig
 
-# Settings of each model that must keep the contract too, beside its defaults.
+# These settings of each model must keep the contract too, beside its defaults.
 VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_loss="both"),
                         dict(rank=0, mlp="gelu", early_exit="weighted", head_dim=6),
                         dict(n_loop=4, rank=100, pos="none", tie_embeddings=False),
@@ -45,7 +46,7 @@ VARIANTS = {"relaxed": [dict(n_kv_head=2, rank=3, early_exit="aggressive", exit_
 
 
 def each(repeat):
-    """Each model with its defaults and its variants; with repeat, the variants run with --full only."""
+    """Return each model with its defaults and its variants. If repeat is true, the variants run with --full only."""
     marks = [pytest.mark.full] * repeat
     return [case for name in MODELS for case in
             (pytest.param(name, {}, id=f"{name}-default"),
@@ -53,7 +54,7 @@ def each(repeat):
                for sizes in VARIANTS.get(name, [])))]
 
 
-every = pytest.mark.parametrize("name, sizes", each(repeat=False))      # what variants change most
+every = pytest.mark.parametrize("name, sizes", each(repeat=False))      # these promises are what variants change most
 some = pytest.mark.parametrize("name, sizes", each(repeat=True))
 models = pytest.mark.parametrize("name", MODELS)
 
@@ -73,7 +74,7 @@ def test_the_first_loss_is_that_of_a_uniform_guess(name):
 
 
 def outputs_and_gradients(model, x, compiled=None):
-    """Logits, loss and gradients of the model or, given that too, of the same model compiled."""
+    """Return logits, loss and gradients of the model, or of the same model compiled if that is given too."""
     model.zero_grad()
     logits, loss, _ = (model if compiled is None else compiled)(x[:, :-1], x[:, 1:])
     loss.backward()
@@ -86,11 +87,12 @@ def rms(x):
 
 
 def assert_same(a, b, all_reached=False):
-    """Two results of outputs_and_gradients, float64, to 1e-10. all_reached: every parameter must have a gradient."""
+    """Assert that two results of outputs_and_gradients in float64 agree to 1e-10. all_reached says that every parameter
+    must have a gradient."""
     (logits, loss, grads), (logits2, loss2, grads2) = a, b
     assert relative(logits, logits2) < 1e-10 and abs(loss - loss2) < 1e-10 * abs(loss)
-    # a softmax over one key passes no gradient: q and k get rounding alone, up to 1e-15 of what the largest gradients are,
-    # so that those below 1e-4 of these are compared at that scale
+    # A softmax over one key passes no gradient. Then q and k get rounding alone, up to 1e-15 of the largest gradients.
+    # So gradients below 1e-4 of these are compared at that scale.
     floor = 1e-5 * max(rms(g) for g in grads.values())
     assert grads.keys() == grads2.keys()
     for n in grads:
@@ -120,14 +122,15 @@ def test_naive_is_fast_at_random_shapes(name, B, T, heads, head_dim, n_layer):
     sizes = dict(n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, n_embd=16)
     try:
         assert_naive_is_fast(name, dict(sizes, n_layer=n_layer), B, T)
-    except ValueError as e:     # some patterns of layers need more
+    except ValueError as e:     # some patterns of layers need more layers
         assert "n_layer" in str(e)
         assert_naive_is_fast(name, sizes, B, T)
 
 
 def assert_cache_is_forward(model, lengths, splits, tolerance, rng=None):
-    """Row b's first lengths[b] tokens, fed through one cache in pieces of these sizes, have the logits of one forward.
-    Shorter rows are padded; with rng a row takes as many of a piece as it likes. No gradient flows through a cache."""
+    """Row b's first lengths[b] tokens are fed through one cache in pieces of these sizes. They have the logits of one
+    forward. Shorter rows are padded, and with rng a row takes as many tokens of a piece as it likes. No gradient flows
+    through a cache."""
     B, done, rows = len(lengths), [0] * len(lengths), [[] for _ in lengths]
     x = tokens(B, max(lengths), model.cfg.vocab_size)
     cache = model.init_cache(B, max(lengths))
@@ -154,8 +157,9 @@ def assert_cache_is_forward(model, lengths, splits, tolerance, rng=None):
 @every
 @pytest.mark.parametrize("fast", [True, False])
 def test_cache_in_any_split_is_one_forward(name, sizes, fast):
-    """So no position sees the future or another row. Past block_size too, where positions have no end. Rows may advance
-    as they like, as in a batching engine; padding may reach beyond the cache. In train mode a cache decodes, too."""
+    """No position sees the future or another row, because the logits are those of one forward. This holds past
+    block_size too, where positions have no end. Rows may advance as they like, as in a batching engine, and padding may
+    reach beyond the cache. A model in train mode decodes with a cache, too."""
     short = tiny(name, **{**sizes, "fast": fast, "block_size": 16})
     if short.context_limit is None:
         assert_cache_is_forward(short, [50, 33], [20, 1, 1, 28], 1e-10)
@@ -176,8 +180,8 @@ def test_cache_in_any_split_is_one_forward(name, sizes, fast):
 @some
 @pytest.mark.parametrize("fast", [True, False])
 def test_mixed_precision(name, sizes, fast):
-    """bfloat16 autocast, what a GPU trains with by default: finite gradients, logits in float32, and decoding from
-    the cache near the forward in full precision."""
+    """A GPU trains with bfloat16 autocast by default. There gradients are finite, logits are in float32, and decoding
+    from the cache is near the forward in full precision."""
     model, x = tiny(name, fast=fast, **sizes).float(), tokens(2, 30)
     want = model(x)[0].detach()
     with torch.autocast("cpu", torch.bfloat16):
@@ -192,8 +196,9 @@ def test_mixed_precision(name, sizes, fast):
 
 @some
 def test_a_slot_of_the_cache_serves_another_sequence(name, sizes):
-    """reset(rows) empties some rows; a new sequence there is computed as if alone. What broken requests left behind
-    the mask must not reach it: 0 times NaN is NaN. A cache filled in inference mode goes on outside."""
+    """reset(rows) empties some rows, and a new sequence there is computed as if it were alone. Broken requests may have
+    left NaN behind the mask, which must not reach it, because 0 times NaN is NaN. A cache filled in inference mode goes
+    on outside."""
     model, broken, x = tiny(name, **sizes), tiny(name, **sizes), tokens(3, 40)
     cache = model.init_cache(2, 40)
     with torch.inference_mode():
@@ -272,13 +277,14 @@ EXACT = "gpt", "rt", "rat", "relaxed", "ut", "ema", "rat_loops"
                                          ("relaxed", dict(rank=0, n_kv_head=2)),
                                          ("relaxed", dict(n_layer=6, n_loop=3, early_exit="weighted", mlp="gelu"))])
 def test_flops_are_those_of_the_products(name, sizes):
-    """Of a training step by the naive path, which computes the masked half of the scores too. (MoR: test_mor.py.)
-    RT and LRT leave out some small products of their memories, a model that is not ours perhaps more."""
+    """They are those of a training step by the naive path, which computes the masked half of the scores too.
+    (test_mor.py has MoR's.) RT and LRT leave out some small products of their memories, and a model that is not ours
+    may leave out more."""
     model, x = tiny(name, n_embd=64, block_size=8, fast=False, **sizes).train(), tokens(1, 8)
     with FlopCounterMode(display=False) as counter:
         model(x, x)[1].backward()
     if name in EXACT and (name, sizes) != ("rt", {}):
-        masked = 12 * 64 * model.cfg.n_layer * (8 * 7 / 2) * (name != "ema")    # which has no scores
+        masked = 12 * 64 * model.cfg.n_layer * (8 * 7 / 2) * (name != "ema")    # ema has no scores
         assert counter.get_total_flops() == 8 * model.flops_per_token() + masked
     else:
         rel = 0.015 if name in ("rt", "lrt") else 0.3
@@ -287,8 +293,8 @@ def test_flops_are_those_of_the_products(name, sizes):
 
 @models
 def test_optimizer_groups(name):
-    """Vectors do not decay, matrices do; Muon has matrices of the blocks only, by where they stand. (LRT has groups of
-    its own for Muon, and a projection beside its blocks.)"""
+    """Matrices decay, and vectors do not. Muon has only matrices of the blocks, which it knows by where they stand.
+    (LRT has groups of its own for Muon, and a projection beside its blocks.)"""
     model = tiny(name)
     model.step_embedding, model.blocks[0].embedding = torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Embedding(3, 4)
     for optimizer in ("adamw", "muon"):
@@ -304,7 +310,8 @@ def test_optimizer_groups(name):
 @pytest.mark.parametrize("name, sizes", [
     ("gpt", {}), ("rat", dict(mixer="rnn")), ("rat", dict(swa=7)), ("rt", {}), ("rt", dict(recurrent=False))], ids=str)
 def test_memory_grows_linearly_with_the_length(name, sizes):
-    """Forward and backward, the sum of all tensors and the largest one: a T x T tensor would grow four times."""
+    """The sum of all tensors and the largest one are measured in forward and backward. A T x T tensor would grow four
+    times."""
     def measured(T):
         model = tiny(name, block_size=T, n_embd=8, n_head=2, vocab_size=7, **sizes).train()
         with Memory() as memory:
@@ -327,8 +334,8 @@ MORE = [("mor", dict(LOOPS, kv="share", causal="aux_router"), "aot_eager"),
 @pytest.mark.parametrize("name, sizes, backend", [
     *((*case, "aot_eager") for case in COMPILED), *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)], ids=str)
 def test_a_compiled_training_step_is_one_graph(name, sizes, backend):
-    """No breaks, and no recompilation from step to step. Loss and gradients are those without torch.compile, by inductor
-    too, torch's default backend."""
+    """There are no breaks, and no recompilation from step to step. Loss and gradients are those without torch.compile,
+    also by torch's default backend, inductor."""
     torch._dynamo.reset()
     counters.clear()
     model = tiny(name, **{"block_size": 16, **sizes}).train()
@@ -337,7 +344,7 @@ def test_a_compiled_training_step_is_one_graph(name, sizes, backend):
         x = tokens(2, 17, seed=seed)
         assert_same(outputs_and_gradients(model, x, compiled), outputs_and_gradients(model, x))
     graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    if (name, sizes) == ("rt", {}):     # its layers are a loop over positions, kept from the compiler on purpose:
+    if (name, sizes) == ("rt", {}):     # RT's layers are a loop over positions, which the compiler must not see:
         assert (graphs, len(breaks)) == (3, 1)      # before the loop, after it, the loss
     else:
         assert (graphs, breaks) == (1, {})
@@ -348,12 +355,13 @@ def test_a_compiled_training_step_is_one_graph(name, sizes, backend):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-3), (torch.bfloat16, 0.1)])
 def test_cuda_equals_cpu(name, training, dtype, tolerance):
-    """In float64, float32 and under bfloat16 autocast, outputs and gradients, by relative root mean square; again and
-    again, as RT records CUDA graphs and replays them, also where another shape came between and free memory was lost."""
+    """Outputs and gradients are compared in float64, in float32 and under bfloat16 autocast, by relative root mean
+    square. There are several calls, because RT records CUDA graphs and replays them. It must do so also where another
+    shape came between and free memory was lost."""
     model, on_gpu = (tiny(name).train(training) for _ in range(2))
     on_gpu = on_gpu.to(torch.float64 if dtype == torch.float64 else torch.float32).cuda()
     calls = [(1, 50), (2, 50), (3, 33), (4, 50)]
-    # with the inputs of seed 10 no score of a router is near a decision, which rounding to 16 bits would change
+    # No score of a router is near a decision with the inputs of seed 10. Rounding to 16 bits would change a near one.
     for seed, T in [(10, 50)] * 3 if dtype == torch.bfloat16 else calls:
         x = tokens(2, T, seed=seed)
         want = outputs_and_gradients(model, x)

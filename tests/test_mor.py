@@ -1,4 +1,5 @@
-"""model_mor: its routing once more token by token, what runs and is kept, decoding, conversion, and training runs."""
+"""model_mor routes as its equations, which are written here once more, token by token. The tests also look at what runs
+and is kept, at decoding, at conversion, and at training runs."""
 from dataclasses import replace
 
 import pytest
@@ -14,13 +15,14 @@ from test_relaxed import ByHand
 
 
 def mor(**sizes):
-    """The tiny float64 model of conftest: 5 layers (6 where no layer stands outside the recursions), 3 recursions."""
+    """Return the tiny float64 model of conftest with 3 recursions. It has 5 layers, or 6 where no layer stands outside
+    the recursions."""
     return tiny("mor", **{"n_layer": 5 if sizes.get("share", "middle").startswith("middle") else 6, **sizes})
 
 
 class Routed(ByHand):
-    """The equations once more, of one sequence. States x (n, C) are those of the tokens at positions at (n,), in order;
-    other tokens do not exist. top_k: expert choice takes the best k, as in training."""
+    """Computes the equations of one sequence once more. States x (n, C) are those of the tokens at positions at (n,),
+    in order. Other tokens do not exist. If top_k is true, expert choice takes the best k tokens, as in training."""
 
     def __init__(self, model, top_k=False):
         super().__init__(model)
@@ -29,8 +31,8 @@ class Routed(ByHand):
         self.log, self.first = {name: [] for name in ("bce", "z", "p", "active", "right")}, []
 
     def layers(self, x, which, at, r=0):
-        """x after unrolled layers `which`, those of recursion r. self.first: the keys and values of all tokens in each
-        layer of recursion 1."""
+        """Return x after the unrolled layers `which`, those of recursion r. self.first gets the keys and values of all
+        tokens in each layer of recursion 1."""
         for i, layer in enumerate(which if len(at) else ()):
             kv, seen = self.keys_values(x, layer, at), at
             if r == 1:
@@ -41,7 +43,7 @@ class Routed(ByHand):
         return x
 
     def recursion(self, x, r, at):
-        """F_r, r from 1."""
+        """Return F_r of x, where r counts from 1."""
         return self.layers(x, range(self.edge + (r - 1) * self.K, self.edge + r * self.K), at, r)
 
     def scores(self, h, name):
@@ -50,7 +52,7 @@ class Routed(ByHand):
         return F.gelu(h @ self.w[f"{name}.layers.0.weight"].T) @ self.w[f"{name}.layers.2.weight"].T
 
     def forward(self, idx):
-        """Logits (T, V) of the sequence idx (T,). self.log then has what the router did."""
+        """Return the logits (T, V) of the sequence idx (T,). self.log then has what the router did."""
         at = torch.arange(len(idx))
         x = self.layers(self.w["wte.weight"][idx], [0] * self.edge, at)
         x = {"expert": self.expert, "token": self.by_token, "none": self.all_take_all}[self.cfg.router](x, at)
@@ -92,7 +94,7 @@ class Routed(ByHand):
 
 
 def by_hand(model, x, top_k):
-    """(logits, loss, what to log) of inputs and targets x (B, T + 1)."""
+    """Return (logits, loss, what to log) of inputs and targets x (B, T + 1)."""
     cfg, rows, R, (B, T) = model.cfg, [Routed(model, top_k) for _ in x], model.cfg.n_loop, x[:, 1:].shape
     logits = torch.stack([row.forward(idx[:-1]) for row, idx in zip(rows, x)])
     loss, logs = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten()), [row.log for row in rows]
@@ -132,8 +134,9 @@ ROUTED = [dict(router=name, **sizes) for name, all in (("expert", EXPERT), ("tok
 @pytest.mark.parametrize("training, T", [(True, 1), (True, 13), (False, 13)])
 @pytest.mark.parametrize("sizes", ROUTED, ids=str)
 def test_routing_is_its_equations(sizes, training, T):
-    """In training the best k tokens take a recursion. In eval mode scores decide token by token. Logits, loss, what is
-    logged, and in training all gradients, fast and naive. Each parameter has one: DDP waits."""
+    """In training the best k tokens take a recursion. In eval mode scores decide token by token. Fast and naive code
+    have these logits, loss and logged numbers, and in training all gradients. Each parameter has a gradient, because
+    DDP waits for it."""
     model, x = mor(aux_weight=0.3, balance_weight=0.3, **sizes).train(training), tokens(2, T + 1)
     if sizes["router"] == "token":
         model.balance_bias += 0.02 * torch.randn(model.cfg.n_loop)
@@ -141,7 +144,7 @@ def test_routing_is_its_equations(sizes, training, T):
     with torch.set_grad_enabled(training):
         logits, loss, log = by_hand(model, x, top_k=training)
     want = gradients(loss, model, materialize_grads=True) if training else []
-    # a softmax over one key passes q and k rounding alone
+    # a softmax over one key passes only rounding to q and k
     floor = (1e-5 if T > 1 else 1e-3) * max(map(rms, want), default=0)
     for fast in (True, False):
         same = model_mor.Model(replace(model.cfg, fast=fast)).double().train(training)
@@ -149,7 +152,7 @@ def test_routing_is_its_equations(sizes, training, T):
         our_logits, our_loss, ours = same(x[:, :-1], x[:, 1:])
         assert relative(our_logits, logits) < 1e-10 and relative(our_loss, loss) < 1e-10
         for name in log:
-            exact = name in ("ce", "ce_topk", "aux", "balance")     # the others are shares, in float32
+            exact = name in ("ce", "ce_topk", "aux", "balance")     # the others are fractions, in float32
             assert abs(ours[name].item() - float(log[name])) < (1e-10 if exact else 1e-6), name
         if training:
             for (name, _), a, b in zip(same.named_parameters(), gradients(our_loss, same), want, strict=True):
@@ -161,8 +164,8 @@ def test_routing_is_its_equations(sizes, training, T):
     dict(n_kv_head=2, tie_embeddings=False, router_arch="mlp"), dict(kv="share", causal="aux_router"),
     dict(router="none", kv="share")], ids=str)
 def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, monkeypatch):
-    """Attention, written out here to be counted, takes all keys that a query is given; the model counts the visible
-    ones, the chosen tokens being spread evenly."""
+    """Attention is written out here so that it is counted. It takes all keys that a query is given. The model counts
+    the visible keys, for chosen tokens that are spread evenly."""
     given, T, C, attend = [], 24, 32, model_gpt.attend
 
     def counted(q, k, v, bias, fast, dropout):
@@ -179,13 +182,13 @@ def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, monkeypatch):
     assert sorted(given) == sorted(n * (n if narrow else T) for n in counts)
     visible = sum(n * ((n if narrow else T) + 1) / 2 for n in counts)
     found = counter.get_total_flops() - 12 * C * (sum(given) - visible)
-    if cfg.causal == "aux_router":                  # their input is detached: no gradient for it
+    if cfg.causal == "aux_router":                  # their input is detached, so that there is no gradient for it
         found += 2 * C * T * R
     assert found == pytest.approx(T * model.flops_per_token(), rel=1e-12)
 
 
 def test_loss_free_balance_moves_biases():
-    """Against the fractions of tokens; equal ones move nothing, however they were rounded."""
+    """Biases move against the fractions of tokens. Equal fractions move nothing, however they were rounded."""
     model = mor(router="token", balance="loss_free", balance_rate=0.01)
     model.end_step({"depth1": 0.5, "depth2": 0.2, "depth3": 1 / 3 + 1e-7})
     assert torch.equal(model.balance_bias, torch.tensor([-0.01, 0.01, 0.0], dtype=torch.float64))
@@ -193,13 +196,13 @@ def test_loss_free_balance_moves_biases():
 
 @pytest.mark.parametrize("router", ["expert", "token"])
 def test_a_cache_has_room_for_as_many_tokens_as_are_expected(router):
-    """It grows to hold all where more of them take a recursion."""
+    """The cache grows to hold all tokens where more of them take a recursion."""
     model = mor(router=router)
     cache = model.init_cache(3, 30)
     assert [later.max_len for later in cache.later] == [20, 10]
     assert cache.nbytes() == 2 * 3 * 32 * 8 * (3 * 30 + 20 + 10)    # keys and values, rows, width, bytes, and tokens
     assert len(mor(router=router, exit_loop=2).init_cache(2, 33).later) == 1
-    with torch.no_grad():       # all take all recursions: the states' first number is large, and the last score
+    with torch.no_grad():       # all tokens take all recursions
         model.wte.weight[:, 0] += 20
         for p in [p for name, p in model.named_parameters() if "router" in name]:
             p.zero_()[-1, 0] = 1.0
@@ -209,7 +212,8 @@ def test_a_cache_has_room_for_as_many_tokens_as_are_expected(router):
 
 @pytest.mark.parametrize("sizes", [dict(), dict(kv="share"), dict(router="token")], ids=str)
 def test_a_decoding_step_runs_the_rows_that_go_on(sizes):
-    """All rows, where more than two thirds go on, as copying their keys would not pay, and in static calls."""
+    """All rows run where more than two thirds go on, because copying their keys would not pay. All rows also run in
+    static calls."""
     model, x, B, ran = mor(**sizes), tokens(6, 30), 6, []
     depth = model.states(x, top_k=False)[1]
     model.blocks[0].register_forward_pre_hook(lambda block, args: ran.append(args[0].shape[:2]))
@@ -228,7 +232,7 @@ def test_a_decoding_step_runs_the_rows_that_go_on(sizes):
         assert len(found) > 3, "rows are all that go on, or none"
 
 
-# (share, layers, recursions, init, the source's layers): those that each stored block is the mean of
+# {(share, layers, recursions, init, the source's layers): the layers of which each stored block is the mean}
 ORIGINS = {("middle_cycle", 8, 3, "average", 8): [[1, 3, 5], [2, 4, 6]], ("middle_cycle", 8, 3, "upper", 8): [[5], [6]],
            ("middle_cycle", 8, 3, "lower", 15): [[2], [4]], ("middle_sequence", 8, 3, "average", 8): [[1, 2, 3], [4, 5, 6]],
            ("middle_sequence", 12, 2, "stepwise", 12): [[1], [3], [6], [8], [10]],
@@ -238,7 +242,8 @@ ORIGINS = {("middle_cycle", 8, 3, "average", 8): [[1, 3, 5], [2, 4, 6]], ("middl
 
 @pytest.mark.parametrize("share, n_layer, n_loop, init, depth", ORIGINS)
 def test_where_stored_blocks_come_from(share, n_layer, n_loop, init, depth):
-    """If the source has another depth, from layers that are evenly spaced: of 15 the 8 are 0, 2, .. 14."""
+    """If the source has another depth, the blocks come from layers that are evenly spaced. If the model has 8 and the
+    source has 15, they are 0, 2, .. 14."""
     same = dict(n_kv_head=2, qk_norm=True, tie_embeddings=False)
     model = mor(share=share, n_layer=n_layer, n_loop=n_loop, init=init, **same)
     model_mor.convert(model, w := tiny("gpt", n_layer=depth, **same).state_dict())
@@ -252,7 +257,7 @@ def test_where_stored_blocks_come_from(share, n_layer, n_loop, init, depth):
 
 @pytest.mark.parametrize("sizes", [dict(causal="aux_router", router_arch="mlp"), dict(router="token")], ids=str)
 def test_routers_keep_full_precision(sizes):
-    """Under bfloat16 autocast, and with bfloat16 weights: scores are float32."""
+    """Scores are float32 under bfloat16 autocast and with bfloat16 weights."""
     model, x, found = mor(**sizes).float(), tokens(2, 30), []
     for m in model.modules():
         if isinstance(m, model_mor.Router):

@@ -1,4 +1,4 @@
-"""Muon: stacks of matrices are what each matrix is alone, in few launches."""
+"""Muon treats stacks of matrices as it treats each matrix alone, in few launches."""
 import math
 
 import pytest
@@ -12,7 +12,7 @@ from test_models import tokens
 
 
 def gpt(dtype, **sizes):
-    """A model, and a Muon of its matrices: square, wide and tall ones."""
+    """Return a model, and a Muon of its matrices: square, wide and tall ones."""
     model = tiny("gpt", **sizes).to(dtype)
     return model, next(o for o in optim.make_optimizers(model, TrainConfig(optimizer="muon")) if isinstance(o, optim.Muon))
 
@@ -25,7 +25,7 @@ def set_gradients(model, step):
 
 @torch.no_grad()
 def plain_muon(p, momentum, lr, decay=0.1, mu=0.95):
-    """A step of one matrix as Jordan et al. write it, but the momentum is a mean, and the decay is AdamW's."""
+    """Make a step of one matrix as Jordan et al. write it. But the momentum is a mean, and the decay is AdamW's."""
     momentum.mul_(mu).add_(p.grad, alpha=1 - mu)
     x = (1 - mu) * p.grad + mu * momentum
     x = x.T if p.size(0) > p.size(1) else x
@@ -38,9 +38,9 @@ def plain_muon(p, momentum, lr, decay=0.1, mu=0.95):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-@pytest.mark.parametrize("stack", [optim.STACK, 3000])      # of 32 x 32: two
+@pytest.mark.parametrize("stack", [optim.STACK, 3000])      # a stack of 3000 holds two of 32 x 32
 def test_stacks_are_matrix_by_matrix(stack, dtype, tolerance, monkeypatch):
-    """Weights and momenta agree after five steps, each at another rate. torch.optim.Muon can load the state."""
+    """Weights and momenta agree after five steps, which have different rates. torch.optim.Muon can load the state."""
     monkeypatch.setattr(optim, "STACK", stack)
     (model, muon), (plain, _) = gpt(dtype, n_kv_head=2), gpt(dtype, n_kv_head=2)
     group, = muon.param_groups
@@ -75,7 +75,7 @@ def test_a_step_of_56_matrices_is_few_launches():
     """The launches are those of two shapes. torch.optim.Muon has 23 a matrix, 1,288 here."""
     model, muon = gpt(torch.float32, n_layer=8)
     set_gradients(model, 0)
-    muon.step()                 # makes the momenta
+    muon.step()                 # this step makes the momenta
     with Launches() as launches:
         muon.step()
     assert len(muon.param_groups[0]["params"]) == 56 and launches.count <= 60

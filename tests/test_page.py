@@ -1,5 +1,5 @@
-"""lab/page.py through real clients: each gets what it would get alone, bad and vanished clients do
-no harm, and a stop string ends a text."""
+"""Real clients use lab/page.py. Each gets what it would get alone, bad and vanished clients do no harm, and a stop
+string ends a text."""
 import contextlib
 import itertools
 import json
@@ -29,7 +29,7 @@ from lab import page
 
 @pytest.fixture(scope="module")
 def folders(data_dir, tmp_path_factory):
-    """A MoR and a relaxed model with weights large enough to differ between tokens."""
+    """Return the folders of a MoR and of a relaxed model, whose weights are large enough to differ between tokens."""
     out = tmp_path_factory.mktemp("out")
     for model in ("mor", "relaxed"):
         trainer = runs.run(model, out, data_dir, f"run={model}", "max_steps=3", "block_size=64", "dropout=0")
@@ -40,7 +40,8 @@ def folders(data_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(folders):
-    """The address of a server of both runs, in a thread. exit= holds for relaxed: all its loops."""
+    """Return the address of a server of both runs, which runs in a thread. exit= holds for relaxed, with all its
+    loops."""
     servers, run = [], uvicorn.Server.run
     argv = f"{folders}/mor {folders}/relaxed port=0 slots=4 device=cpu exit=static:2".split()
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +101,8 @@ def test_end_of_text(client, monkeypatch):
 
 
 def test_random_numbers(client):
-    """Without a seed all differ. With one, each prompt and choice has its own, every time."""
+    """All choices differ if there is no seed. If there is one, each prompt and choice has its own random numbers, every
+    time the same."""
     ask = lambda **options: complete(client, ["ab"] * 4, max_tokens=12, temperature=1, n=2, **options)
     texts = lambda **options: [choice.text for choice in ask(**options)]
     once, five = texts(), texts(seed=5)
@@ -129,7 +131,7 @@ def test_stream_and_several_choices(client):
 # ---- stop strings ----
 
 def test_a_stop_string_ends_the_text():
-    """What is told is not taken back, and what can begin no stop string is told at once."""
+    """Text that was sent is not taken back. Text that can begin no stop string is sent at once."""
     cases = [(), ("a",), ("ab",), ("aab", "bb"), ("b", "abab"), ("aa", "bba")]
     for stops, *pieces in itertools.product(cases, *[["", "a", "b", "ba"]] * 5):
         text = "".join(pieces)
@@ -159,7 +161,7 @@ def test_stop_strings_through_a_client(client):
 # ---- requests ----
 
 def test_models_and_curl(client, url):
-    """curl sends a form's Content-Type; query strings are ignored."""
+    """curl sends a form's Content-Type, and query strings are ignored."""
     assert {m.id for m in client.models.list()} == {"mor", "relaxed", "relaxed-without-exits"}
     assert client.models.retrieve("mor").n_loop == 2
     assert "<textarea" in httpx.get(f"{url}/?x=1").text and httpx.head(url).status_code == 200
@@ -216,7 +218,7 @@ def test_bad_requests_are_told(url):
 
 @pytest.mark.parametrize("host", ["LOCALHOST", "0:0:0:0:0:0:0:1", "127.1", "0.0.0.0", "::"])
 def test_a_loopback_address_is_guarded(host, folders, url, monkeypatch):
-    """Its own name is not foreign: clients send it in their headers."""
+    """The server's own name is not foreign, because clients send it in their headers."""
     local, served = host not in ("0.0.0.0", "::"), []
     monkeypatch.setattr(page, "runs", {})
     monkeypatch.setattr(uvicorn.Server, "run", lambda self: served.append(self.config.app))
@@ -230,7 +232,7 @@ def test_a_loopback_address_is_guarded(host, folders, url, monkeypatch):
 # ---- clients beside each other ----
 
 def vanish(url, seconds, **body):
-    """A client that goes away before its answer, or in its middle."""
+    """Be a client that goes away before its answer, or in its middle."""
     with contextlib.suppress(httpx.ReadTimeout):
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=seconds):
             time.sleep(seconds)
@@ -250,7 +252,8 @@ def test_clients_some_of_which_vanish(url, client):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_vanished_client_frees_its_slot(url, client, stream, monkeypatch):
-    """Its four texts would take the four slots for 3 seconds. One that waits is never admitted."""
+    """The four texts of the client would take the four slots for 3 seconds. A request that waits is never admitted if
+    its client vanishes."""
     run, admitted = page.runs["mor"], []
     step, embed = run.step, run.embed
     monkeypatch.setattr(run, "step", lambda: (time.sleep(0.05), step()))
@@ -276,7 +279,7 @@ def test_a_failure_is_told_and_does_no_harm(url, client, monkeypatch):
 
 
 def test_a_stream_that_is_cut_is_an_error(folders):
-    """SIGTERM cuts it. The server has the name of the folder that it started in, and an IPv6 address."""
+    """SIGTERM cuts the stream. The server has the name of the folder that it started in, and an IPv6 address."""
     slow = ("import time, lab.page as page; step = page.PageEngine.step\n"
             "page.PageEngine.step = lambda self: (time.sleep(0.1), step(self))\n"
             "page.main(['.', 'port=0', 'host=::1', 'device=cpu'])")

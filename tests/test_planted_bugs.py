@@ -8,7 +8,7 @@ import pytest
 
 from conftest import ROOT
 
-# file, what stands there, what the bug puts in its place, the tests that must fail
+# A bug has its file, the text that stands there, the text that the bug puts in its place, and the tests that must fail.
 BUGS = {
     "mask off by one": ("model_gpt.py", ".triu(S - T + 1)", ".triu(S - T + 2)",
         "test_models.py -k test_naive_is_fast and gpt-default"),
@@ -81,7 +81,7 @@ BUGS = {
     "tokens_per_second is 0": ("train.py", '"tokens_per_second": round(rate, 1)', '"tokens_per_second": 0.0',
         "test_absolute.py -k tokens_per_second"),
 }
-FEW = 8        # so many, the first, are planted in every run, all of them with --full
+FEW = 8        # the first ones are planted in every run, and all of them with --full
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.full] * (n >= FEW)) for n, bug in enumerate(BUGS)])

@@ -1,4 +1,5 @@
-"""prepare.py, tokenizer.py, data.py, options.py: tokenizers, sources, splits, files, what stops and failures leave."""
+"""prepare.py, tokenizer.py, data.py and options.py make data sets. The tests look at tokenizers, sources, splits and
+files, and at what stops and failures leave."""
 import fcntl
 import hashlib
 import itertools
@@ -37,7 +38,7 @@ DOCS = [f"document {i}: {'naïve 你好 ' * (i % 3)}{WORDS[: 50 * i]}\n" for i i
 
 
 def make(root, **keys):
-    """Prepares a data set below root and returns its folder."""
+    """Prepare a data set below root, and return its folder."""
     return prepare.prepare(prepare.PrepareConfig(data_dir=str(root / "data"), **keys))
 
 
@@ -53,7 +54,7 @@ def ids_of(folder, split):
 
 
 def docs_of(folder, *splits):
-    """The documents of the splits, cut at the end-of-text tokens."""
+    """Return the documents of the splits, cut at the end-of-text tokens."""
     docs = []
     for split in splits or ("train", "val"):
         tokenizer, ids = load_data(folder)[split].tokenizer, ids_of(folder, split)
@@ -67,7 +68,8 @@ def tree(folder):
 
 
 def write_model(folder, data, **config):
-    """A model's folder: data as its tokenizer.json, a tokenizer_config.json of the keys given."""
+    """Write a model's folder, and return it. data is its tokenizer.json, and the keys given are its
+    tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     if config:
@@ -76,7 +78,7 @@ def write_model(folder, data, **config):
 
 
 def smollm(size=340):
-    """The tokenizer.json of a small BPE of bytes with SmolLM's parts, trained by the library."""
+    """Return the tokenizer.json of a small BPE of bytes with SmolLM's parts, which the library trains."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     library, parts = Tokenizer(models.BPE()), pre_tokenizers
     library.pre_tokenizer = parts.Sequence([parts.Digits(True), parts.ByteLevel(add_prefix_space=False)])
@@ -87,7 +89,7 @@ def smollm(size=340):
 
 
 def llama2(**parts):
-    """The tokenizer.json of a tiny BPE with byte fallback, of Llama 2's form."""
+    """Return the tokenizer.json of a tiny BPE with byte fallback, which has the form of Llama 2's."""
     from tokenizers import Tokenizer, models, normalizers
     words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁acht<>/s", "at", "▁c", "▁cat"]
     vocab = {word: i for i, word in enumerate(words)}
@@ -95,7 +97,7 @@ def llama2(**parts):
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     library.add_special_tokens(words[:3])
     data = json.loads(library.to_str())
-    data["model"]["merges"] = ["a t", "▁ c", "▁c at"]  # as older files have them
+    data["model"]["merges"] = ["a t", "▁ c", "▁c at"]  # older files have them in this form
     data["decoder"] = {"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
         {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
@@ -103,7 +105,7 @@ def llama2(**parts):
 
 
 def phi():
-    """smollm() with runs of blanks as added tokens that are not special, as Phi-2 has them."""
+    """Return smollm() with runs of blanks as added tokens that are not special, as Phi-2 has them."""
     data = smollm()
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "special": False}
     data["added_tokens"] += [{"id": 340 + n, "content": content, "normalized": n < 3, **flags}
@@ -129,8 +131,8 @@ def test_any_text_comes_back_and_holds_no_special_token(name, tokenizers, text):
     again = load_tokenizer(json.loads(json.dumps(tokenizer.to_dict())))
     ids = tokenizer.encode(text)
     assert again.encode(text) == ids and again.to_dict() == tokenizer.to_dict()
-    blank = " " * (name == "llama2" and text > "")  # which it puts before a text
-    text = text.replace("▁", " ") if name == "llama2" else text         # its sign of a space
+    blank = " " * (name == "llama2" and text > "")  # Llama 2 puts it before a text
+    text = text.replace("▁", " ") if name == "llama2" else text         # this sign is Llama 2's space
     *shown, rest = again.stream(ids)
     assert "".join(shown) == blank + text and rest == "" and len(shown) == len(ids)
     assert [] == [s for s in shown if "\ufffd" in s and "\ufffd" not in text]
@@ -141,7 +143,7 @@ def test_any_text_comes_back_and_holds_no_special_token(name, tokenizers, text):
 
 @given(ids=st.lists(st.one_of(st.integers(0, 256), st.sampled_from([0xC3, 0xE4, 0xBD, 0xF0, 0x9F, 0x80])), max_size=20))
 def test_bytes_that_are_no_text_do_not_stop_a_stream(ids):
-    """What is text among them comes, after three more tokens at most."""
+    """The text among the bytes comes, at most three tokens late."""
     tokenizer, shown = ByteTokenizer(), ""
     for n, text in enumerate(tokenizer.stream(ids)):
         shown += text
@@ -165,7 +167,7 @@ def test_malformed_tokenizers(kind, changes, tokenizers):
 
 
 def test_a_very_large_document_is_encoded(tokenizers):
-    """In slices: tiktoken's stack overflows on so many spaces."""
+    """It is encoded in slices, because tiktoken's stack overflows on so many spaces."""
     text = " " * 1_000_000
     for name in "bpe", "smollm", "llama2":
         assert tokenizers[name].decode(tokenizers[name].encode(text)) == text
@@ -215,7 +217,7 @@ BPE = {"type": "BPE", "vocab": {"a": 0, EOT: 1}, "merges": []}
 @pytest.mark.parametrize("data", [smollm, phi, llama2, *(
     lambda step=step: llama2(normalizer=None, pre_tokenizer=step) for step in METASPACES)])
 def test_ids_and_text_are_the_librarys(data, monkeypatch):
-    """Of a text of several slices too."""
+    """This also holds for a text of several slices."""
     from tokenizers import Tokenizer
     library, text = Tokenizer.from_str(json.dumps(data())), "cat cat 2024     naïve 你好\r\n\t's  x cat <think>\t\ty"
     truncation = {"max_length": 9, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
@@ -234,7 +236,7 @@ def test_ids_and_text_are_the_librarys(data, monkeypatch):
         {"type": "Unigram", "vocab": [["a", 0.0], [EOT, 0.0]], "unk_id": 0})),
     ({"added_tokens": [], "model": {**BPE, "vocab": {"a": 0}}}, "no end-of-text token")])
 def test_refused_models(tmp_path, parts, message):
-    """Also those whose texts do not come back: their bits per byte would compare with none."""
+    """A model is also refused if texts do not come back from it, because its bits per byte would compare with none."""
     with pytest.raises(UserError, match=message):
         hf_tokenizer(write_model(tmp_path, {**smollm(260), **parts}))
 
@@ -252,7 +254,7 @@ def normalized(*steps):
     ({"added_tokens": [*smollm(260)["added_tokens"], {"id": 260, "content": "<mask>", "single_word": False, "lstrip": True,
                                                       "rstrip": False, "normalized": False, "special": False}]}, "<mask>")])
 def test_lossy_tokenizers_are_refused(tmp_path, parts, lost):
-    """The probe meets what each of them loses. What a probe misses, prepare.py finds in the text."""
+    """The probe meets what each of them loses. If a probe misses a loss, prepare.py finds it in the text."""
     with pytest.raises(UserError, match=f"not every text comes back from the tokenizer: .*{lost}"):
         hf_tokenizer(write_model(tmp_path, {**smollm(260), **parts}))
 
@@ -262,7 +264,7 @@ def test_a_text_that_does_not_come_back_is_refused(tmp_path, capsys):
         {"type": "Replace", "pattern": {"String": "cat sat"}, "content": "dog sat"})})
     with pytest.raises(UserError, match="not every text comes back from the tokenizer: 'cat sat on a mat and' comes as 'dog sat"):
         make(tmp_path, dataset=write_docs(tmp_path / "docs", DOCS), tokenizer=f"hf:{model}")
-    # NFC passes and says so; bytes are those of the text as the tokens give it back
+    # NFC passes and says so. bytes counts those of the text that the tokens give back.
     model = write_model(tmp_path / "nfc", {**smollm(260), **normalized("NFC")})
     docs = ["cafe\u0301 \u212b " * 10] * 2
     folder = make(tmp_path, dataset=write_docs(tmp_path / "accents", docs), tokenizer=f"hf:{model}", name="nfc")
@@ -273,12 +275,12 @@ def test_a_text_that_does_not_come_back_is_refused(tmp_path, capsys):
 
 def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):
     import huggingface_hub
-    cache, end = tmp_path / "cache", {"content": "<pad>"}  # its eos_token, as older files have it
+    cache, end = tmp_path / "cache", {"content": "<pad>"}  # the eos_token in the form of older files
     download = lambda *_, **keys: write_model(cache, smollm(), eos_token=end)  # noqa
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     docs = [f"{doc}\U0001f600{EOT}" for doc in DOCS]
     folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", docs), tokenizer="hf:Owner/Name-1.0_b")
-    shutil.rmtree(cache)  # not needed again
+    shutil.rmtree(cache)  # it is not needed again
     assert folder.name.endswith("docs-hf-Owner-Name-1.0_b") and sorted(docs_of(folder)) == sorted(docs)
     assert load_data(folder)["val"].tokenizer.eot == 2 == ids_of(folder, "val")[-1]
 
@@ -306,7 +308,7 @@ def test_one_document_is_split_in_order(tmp_path):
 
 
 def test_documents_are_split_whole_and_counted(tmp_path):
-    docs = [*DOCS, "a\r\nb\rc\n", WORDS * 20]  # line ends are kept; a document of two slices
+    docs = [*DOCS, "a\r\nb\rc\n", WORDS * 20]  # line ends are kept; the last has two slices
     dataset = write_docs(tmp_path / "docs", [*docs, b"\xff\xfe", b"caf\xe9", b""])
     folder = make(tmp_path, dataset=dataset, val_fraction=0.3, tokenizer="bpe:290")
     found = {}
@@ -322,7 +324,7 @@ def test_documents_are_split_whole_and_counted(tmp_path):
 @given(texts=st.lists(st.text(st.sampled_from("abcé你 "), min_size=1, max_size=40), min_size=1, max_size=30),
        fraction=st.sampled_from([0.1, 0.02, 0.5, 0.9]))
 def test_a_document_stays_in_the_split_of_its_hash(texts, fraction):
-    """The hash alone decides; where that would leave a split empty, the end of each document goes to val."""
+    """The hash alone decides. Where that would leave a split empty, the end of each document goes to val."""
     in_val = [int(hashlib.sha256(t.encode()).hexdigest(), 16) / 2 ** 256 < fraction for t in texts]
     parts = list(prepare.Corpus(lambda: texts, fraction).parts())
     if len(set(in_val)) == 2:
@@ -362,9 +364,9 @@ def test_files_of_a_folder_a_glob_and_python(tmp_path, capsys):
     assert found(str(tmp_path)) == [["U.TXT", "[ab].txt", "a-b.txt", "a/z.md", "b.txt", "c.py"], ["d.bin"]]
     assert found(str(tmp_path), (".py", ".md"))[0] == ["a/z.md", "c.py"]
     assert found(f"{tmp_path}/*b.txt")[0] == ["a-b.txt", "b.txt"]
-    assert found(f"{tmp_path}/[ab].txt") == [["[ab].txt"], []]  # a file's own name, not a glob
+    assert found(f"{tmp_path}/[ab].txt") == [["[ab].txt"], []]  # it is a file's own name, not a glob
     os.symlink("../a", tmp_path / "a/loop")
-    os.symlink("a", tmp_path / "link")      # a linked folder is read as a linked file is
+    os.symlink("a", tmp_path / "link")      # a linked folder is read like a linked file
     assert found(str(tmp_path), (".md",))[0] == ["a/z.md", "link/z.md"]
     assert found(f"{tmp_path}/a*") == [["a-b.txt"], ["a"]]
     make(tmp_path, dataset=f"file:{tmp_path}")
@@ -375,7 +377,7 @@ def test_files_of_a_folder_a_glob_and_python(tmp_path, capsys):
 
 
 def test_local_data_sets(tmp_path, monkeypatch):
-    """A folder, also one named like a builder of the library, and single files of rows."""
+    """A data set is a folder, also one named like a builder of the library, or a single file of rows."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     docs = [f"row {i} " * 5 for i in range(30)]
@@ -388,7 +390,7 @@ def test_local_data_sets(tmp_path, monkeypatch):
         folder = make(tmp_path, dataset=dataset, split="test" if n == 0 else "train", name=str(n))
         assert sorted(docs_of(folder)) == sorted(docs)
         assert load_data(folder)["val"].meta["skipped"] == (dataset != "hf:rows.csv")   # an empty cell is an empty text
-    for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # would read more
+    for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # it would read more
                              "hf:": "unknown dataset", "hf:[a].parquet": "0 documents of UTF-8 text, 32 others",
                              "file:rows.csv": "is a table: dataset=hf:PATH", "file:*.jsonl": "is a table",
                              "rows.csv": "dataset=hf:rows.csv tables", "hf:json": "cannot read hf:json"}.items():
@@ -397,7 +399,7 @@ def test_local_data_sets(tmp_path, monkeypatch):
 
 
 def read_rows(dataset, split="train"):
-    """The texts that are read, and the files that are not."""
+    """Return the texts that are read, and the files that are not."""
     cfg = prepare.PrepareConfig(dataset=dataset, split=split)
     files, others = prepare.source_files(dataset, split)
     return list(prepare.documents(cfg, files)), [os.path.basename(f) for f in others]
@@ -461,7 +463,7 @@ def test_a_large_vocabulary_is_uint32(tmp_path):
 
 
 def write_set(folder, count=30, info=(), **changes):
-    """A data set as prepare.py writes it; the tokens count up."""
+    """Write a data set as prepare.py does, whose tokens count up."""
     folder.mkdir(exist_ok=True)
     for split in "train", "val":
         (np.arange(count) % 251).astype("<u2").tofile(folder / f"{split}.bin")
@@ -482,7 +484,7 @@ def test_wrong_meta(tmp_path, changes, message):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_memory_does_not_grow(tmp_path):
-    """Of 2,000 batches from all over a file of 200 MB, most of it a hole."""
+    """There are 2,000 batches from all over a file of 200 MB, most of which is a hole."""
     n = 100_000_000
     folder = write_set(tmp_path / "set", info={"tokens": n})
     os.truncate(folder / "train.bin", 2 * n)
@@ -537,7 +539,7 @@ def test_a_signal_leaves_nothing_or_the_old_set(tmp_path, number, status, overwr
     process = subprocess.Popen([sys.executable, "-c", SLOW, f"data_dir={tmp_path}/data", "overwrite=true",
                                 "dataset=hf:x", "name=python-byte"],
                                cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               # a shell starts `pytest &` with SIGINT ignored, which the child would inherit
+                               # A shell starts `pytest &` with SIGINT ignored, which the child would inherit.
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not any(tmp_path.rglob(".python-byte.*/new/*.bin")):
         assert process.stdout.readline() == "read\n"
@@ -568,7 +570,7 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
         make(tmp_path, **keys)
     make(tmp_path, **keys, overwrite=True)
     assert tree(folder) == before and os.listdir(folder.parent) == ["x"]
-    # stopped between the two renames
+    # The call is stopped between the two renames.
     rename = os.rename
     monkeypatch.setattr(os, "rename", lambda a, b: rename(a, b) if Path(a).name != "new" else sys.exit(143))
     with pytest.raises(SystemExit):
@@ -577,8 +579,8 @@ def test_an_existing_set_is_left_alone(tmp_path, monkeypatch):
 
 
 def test_a_changed_source_is_told(tmp_path, data_dir, capsys, monkeypatch):
-    """By prepare.py and train.py: another size, date or content, also an older one; and another text at the same
-    relative path. No path of this machine is written."""
+    """prepare.py and train.py both tell if the size, the date or the content is another, also if the date is older.
+    They tell if another text is at the same relative path. No path of this machine is written."""
     def told(file="a.txt"):
         capsys.readouterr()
         prepare.prepare(prepare.PrepareConfig(dataset=f"file:{file}", data_dir=str(tmp_path / "data")))
@@ -606,14 +608,14 @@ def test_a_changed_source_is_told(tmp_path, data_dir, capsys, monkeypatch):
 
 
 def test_what_killed_calls_left_is_removed(tmp_path):
-    """Also a set that was to be replaced goes back. The folder of a call that goes on stays."""
+    """A set that was to be replaced goes back, too. The folder of a call that goes on stays."""
     root, dataset = tmp_path / "data", write_docs(tmp_path / "docs", DOCS)
     folder = make(tmp_path, dataset=dataset, name="x")
     for name, locked in ("dead0000", False), ("_alive00", True):
         (root / f".x.{name}" / "new").mkdir(parents=True)
         if locked:
             fd = os.open(root / f".x.{name}", os.O_RDONLY)
-            fcntl.flock(fd, fcntl.LOCK_EX)      # another descriptor is as another process
+            fcntl.flock(fd, fcntl.LOCK_EX)      # another descriptor is like another process
     os.rename(folder, root / ".x.dead0000" / "old")
     assert make(tmp_path, dataset=dataset, name="x") == folder
     assert sorted(os.listdir(root)) == [".x._alive00", "x"]
@@ -633,7 +635,7 @@ def test_a_file_whose_name_is_not_unicode(tmp_path):
 
 
 def test_bytes_are_those_of_the_token_files(tmp_path, data_dir):
-    """A run checks the token files themselves, and tells in one line where one is cut while it reads."""
+    """A run checks the token files themselves. It tells in one line where a file is cut while the run reads it."""
     shutil.copytree(data_dir / "words", tmp_path / "words")
     arguments = runs.arguments("gpt", tmp_path / "out", tmp_path)
     trainer, file = train.setup(arguments), tmp_path / "words/train.bin"
@@ -658,7 +660,7 @@ def test_what_is_no_data_set_is_not_replaced(tmp_path):
 
 
 def test_programs_start_without_fcntl():
-    """As on Windows, where no lock tells two processes in a folder apart."""
+    """Windows has no fcntl. There no lock tells two processes in a folder apart."""
     done = python("-c", "import sys; sys.modules['fcntl'] = None; import train, sample, serve, prepare, common.checkpoint; "
                   "import pathlib; prepare.lock(pathlib.Path('.'))")
     assert done.returncode == 0, done.stderr

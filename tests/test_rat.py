@@ -1,4 +1,5 @@
-"""model_rat: the layer against its equations and limits, caches, precision, and what runs."""
+"""model_rat: the layer is its equations and has their limits. The tests also look at caches, at precision, and at what
+runs."""
 import math
 
 import pytest
@@ -69,8 +70,8 @@ def test_where_gates_are_shut(fast):
 
 @pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("none", "none")])
 def test_attention_is_the_plain_transformers(pos, theirs):
-    """Logits and gradients are the same without windows. With windows a layer's output is, which has RoPE also with
-    pos=none."""
+    """Logits and gradients are the same where there are no windows. Where there are windows, a layer's output is the
+    same. It has RoPE there also with pos=none."""
     sizes = dict(n_kv_head=2, tie_embeddings=False, mlp="swiglu")
     gpt, model, x = tiny("gpt", pos=theirs, **sizes), rat("attention", pos=pos, **sizes), tokens(2, 51)
     renamed = lambda named: {name.replace(".attn.", ".mix."): w for name, w in named.items()}
@@ -84,7 +85,7 @@ def test_attention_is_the_plain_transformers(pos, theirs):
     assert rat("rat-swa", n_layer=4).cfg.kinds == ["rat", "swa", "rat", "swa"]
 
 
-# each of these kinds keeps something else in its cache
+# Each of these kinds keeps something else in its cache.
 @pytest.mark.parametrize("kind", ["rat", "token", "rnn", "rat-swa", "attention-swa"])
 def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
     """The positions that attend_by_position gets ascend. No call writes a slot twice."""

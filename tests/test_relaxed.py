@@ -1,4 +1,5 @@
-"""model_relaxed: its layers once more by hand, what is tied, conversion, distillation, early exit."""
+"""model_relaxed computes its layers, which are written once more by hand. The tests also look at what is tied, at
+conversion, at distillation, and at early exit."""
 import itertools
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -24,23 +25,25 @@ def relaxed(**sizes):
 
 
 class ByHand:
-    """A model's unrolled layers for one sequence, its states h (n, C): each matrix is W' + B A, formed and applied."""
+    """Computes a model's unrolled layers for one sequence, whose states are h (n, C). Each matrix W' + B A is formed
+    and applied."""
 
     def __init__(self, model):
         self.cfg, self.w = model.cfg, dict(model.named_parameters(remove_duplicate=False))
-        self.share = getattr(self.cfg, "share", "cycle")        # mor's
+        self.share = getattr(self.cfg, "share", "cycle")        # mor has it
         self.edge = int(self.share.startswith("middle"))
         self.K = (self.cfg.n_layer - 2 * self.edge) // self.cfg.n_loop
 
     def path(self, layer):
-        """Of the block that unrolled layer `layer`, from 0, is: Table 5 of MoR."""
+        """Return the path of the block that stands for unrolled layer `layer`, which counts from 0, by Table 5 of
+        MoR."""
         if self.edge and layer in (0, self.cfg.n_layer - 1):
             return "last.0" if layer else "first.0"
         at, sequence = layer - self.edge, self.share.endswith("sequence")
         return f"blocks.{at // self.cfg.n_loop if sequence else at % self.K}"
 
     def of(self, layer):
-        """The path of an unrolled layer's block, and which use of the block it is."""
+        """Return the path of an unrolled layer's block, and which use of the block it is."""
         return self.path(layer), [self.path(before) for before in range(layer)].count(self.path(layer))
 
     def times(self, x, layer, name):
@@ -54,7 +57,7 @@ class ByHand:
         return x / (x.square().mean(-1, keepdim=True) + self.cfg.norm_eps).sqrt() * self.w[name]
 
     def heads(self, x, layer, kind, at):
-        """Queries or keys (n, heads, D) of normed x at positions at (n,)."""
+        """Return queries or keys (n, heads, D) of normed x at positions at (n,)."""
         block, use = self.of(layer)
         y = self.times(x, layer, f"attn.w{kind}").unflatten(-1, (-1, self.cfg.head_size))
         if self.cfg.qk_norm:
@@ -67,7 +70,8 @@ class ByHand:
         return self.heads(x, layer, "k", at), self.times(x, layer, "attn.wv").unflatten(-1, (-1, self.cfg.head_size))
 
     def layer(self, h, layer, at, k, v, seen=None):
-        """h after an unrolled layer. k, v (S, G, D): all that it may attend to, of positions seen (S,) (None: all)."""
+        """Return h after an unrolled layer. It may attend to all of k, v (S, G, D), which have positions seen (S,).
+        seen is None if these are all positions."""
         cfg, block = self.cfg, self.of(layer)[0]
         q = self.heads(self.normed(h, f"{block}.norm1.weight"), layer, "q", at)
         h = h + self.times(dense_heads(q, k, v, at, seen).flatten(1), layer, "attn.wo")
@@ -80,7 +84,7 @@ class ByHand:
         return self.normed(h, "norm.weight") @ self.w.get("head.weight", self.w["wte.weight"]).T
 
     def loops(self, idx):
-        """The logits after each loop, (T, V) each, of the sequence idx (T,)."""
+        """Return the logits (T, V) after each loop, of the sequence idx (T,)."""
         h, at, out = self.w["wte.weight"][idx], torch.arange(len(idx)), []
         for layer in range(self.cfg.n_layer):
             h = self.layer(h, layer, at, *self.keys_values(h, layer, at))
@@ -97,7 +101,8 @@ def assert_gradients(model, loss, want):
 @pytest.mark.parametrize("sizes", [dict(n_loop=2), dict(n_loop=3, n_kv_head=2, qk_norm=True), dict(n_loop=1),
                                    dict(n_loop=6, mlp="gelu", pos="none", tie_embeddings=False)], ids=str)
 def test_the_model_is_its_equations(sizes):
-    """Logits and all gradients, with deltas merged into the weights (T=23), and applied beside them."""
+    """Logits and all gradients are the same, with deltas merged into the weights (T=23), and with deltas applied beside
+    them."""
     for rank, T in itertools.product((0, 3, FULL), (23, 4)):
         model, x = relaxed(rank=rank, **sizes), tokens(1, T + 1)
         want, got = ByHand(model).loops(x[0, :-1])[-1], model(x[:, :-1], x[:, 1:])
@@ -108,7 +113,7 @@ def test_the_model_is_its_equations(sizes):
 @pytest.mark.parametrize("rank", [0, 3, FULL])
 @pytest.mark.parametrize("fast", [True, False])
 def test_rows_of_a_call_may_be_in_different_loops(rank, fast):
-    """A row with a use of its own gets what the block gives it in that loop. serve.py does so."""
+    """A row with a use of its own gets what the block gives it in that loop. serve.py needs this."""
     model, uses = relaxed(n_loop=3, rank=rank, qk_norm=True, fast=fast), [2, 0, 1, 2]
     plain = SimpleNamespace(rope=None, bias=None, extend=lambda layer, k, v: (k, v))
     x = torch.randn(4, 5, model.cfg.n_embd, dtype=torch.float64)
@@ -119,7 +124,7 @@ def test_rows_of_a_call_may_be_in_different_loops(rank, fast):
 
 
 def converted(gpt, **sizes):
-    """A model of the source's sizes that starts from it."""
+    """Return a model of the source's sizes that starts from it."""
     same = {k: v for k, v in asdict(gpt.cfg).items() if k in model_relaxed.Config.__dataclass_fields__}
     model = model_relaxed.Model(model_relaxed.Config(**{**same, "rank": FULL, **sizes})).to(gpt.wte.weight.dtype).eval()
     model_relaxed.convert(model, gpt.state_dict())
@@ -142,7 +147,7 @@ def test_at_full_rank_the_source_comes_back(init):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_where_nothing_is_left_but_rounding_b_is_zero_and_a_can_learn(dtype):
-    """Of three equal layers, their norms equal too: their mean is not theirs to the last bit."""
+    """Three layers are equal, and their norms too. But their mean may differ from them in the last bit."""
     gpt = tiny("gpt", n_layer=6).to(dtype)
     for layer in range(2, 6):
         gpt.blocks[layer].load_state_dict(gpt.blocks[layer % 2].state_dict())
@@ -158,7 +163,7 @@ def test_which_layers_the_stored_ones_start_from():
 
 
 def test_at_rank_0_qk_norms_are_tied_too():
-    """Each is the mean of its layers', like everything else."""
+    """Each tied norm is the mean of its layers' norms, as all tied weights are means."""
     gpt = tiny("gpt", n_layer=6, qk_norm=True)
     model = converted(gpt, rank=0, n_loop=3)
     for k, block in enumerate(model.blocks):
@@ -177,7 +182,7 @@ def test_a_source_of_other_numbers_of_layers_is_taken_evenly(layers, taken):
 
 
 def test_a_norm_near_zero_is_refused_by_name():
-    """A mean may vanish where its terms do not; deltas that start at zero are not divided by it, and can learn."""
+    """A mean may vanish where its terms do not. Deltas that start at zero are not divided by it, and they can learn."""
     gpt, x = tiny("gpt", n_layer=6), tokens(2, 20)
     with torch.no_grad():
         gpt.blocks[1].norm2.weight[7], gpt.blocks[4].norm2.weight[7] = 0.9, -0.90001
@@ -188,7 +193,7 @@ def test_a_norm_near_zero_is_refused_by_name():
 
 
 def test_converted_by_init_from(tmp_path, data_dir):
-    """At full rank it is the source, with all its settings."""
+    """A conversion at full rank is the source, with all its settings."""
     source = runs.run("gpt", tmp_path, data_dir, "n_layer=4", "max_steps=2", "rope_theta=10").folder
     _, fields, ckpt = process.read_config(dict(model="relaxed", init_from=str(source), rank="1000", n_loop="4"))
     ours, theirs = checkpoint.build_model(ckpt, **fields), checkpoint.load_run(source)[0]
@@ -202,7 +207,7 @@ def test_a_source_with_an_option_that_the_model_has_not_is_refused(model):
 
 
 def test_the_distance_from_the_teacher():
-    """The mean over counted targets of sum_v p log(p / q), added to the loss."""
+    """It is the mean over counted targets of sum_v p log(p / q), and it is added to the loss."""
     teacher, x, y, logits = tiny("gpt"), tokens(2, 9), tokens(2, 9, seed=2), torch.randn(2, 9, 61, dtype=torch.float64)
     y[0, 4:] = -1
     p, q = (z[y != -1].softmax(-1) for z in (teacher(x)[0], logits))
@@ -213,7 +218,8 @@ def test_the_distance_from_the_teacher():
 
 
 def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(data_dir, tmp_path):
-    """So resuming loads it again: bit-identical. It teaches a second stage, early exit."""
+    """Resuming loads the teacher again, so that the run is bit-identical. The teacher teaches a second stage, early
+    exit."""
     gpt = runs.run("gpt", tmp_path / "gpt", data_dir, "n_layer=4", "max_steps=20", "learning_rate=1e-2").folder
     first = runs.run("relaxed", tmp_path / "first", data_dir, "n_layer=4", "rank=4", f"init_from={gpt}").folder
     options = [data_dir, "n_layer=4", "rank=4", f"init_from={first}", "early_exit=aggressive", "exit_loss=kl",
@@ -249,7 +255,7 @@ def test_the_loss_of_every_loop_counts_and_the_last_does_not_learn_from_the_earl
 
 @pytest.mark.parametrize("b", [1, 2])
 def test_exit_loop(b):
-    """In eval mode logits, ce and layers of a cache are those of as many loops."""
+    """In eval mode the logits, ce and the layers of a cache are those of so many loops."""
     model, x = relaxed(n_loop=3, exit_loop=b, early_exit="weighted"), tokens(1, 20)
     want = ByHand(model).loops(x[0])
     assert relative(model.train()(x)[0][0], want[-1]) < 1e-10

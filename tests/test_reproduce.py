@@ -1,4 +1,4 @@
-"""reproduce.py: what is missing is trained, once; tables from results; every experiment's options are known."""
+"""reproduce.py trains what is missing, once, and makes tables from results. Every experiment's options are known."""
 import dataclasses
 import fcntl
 import importlib
@@ -53,7 +53,7 @@ def test_results_have_a_place_for_every_experiment_and_name_no_machine():
 
 
 def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
-    """In a copy of the repository: a call that fails halfway, one that does the rest, one after a result is lost."""
+    """In a copy of the repository one call fails halfway, one does the rest, and one comes after a result is lost."""
     copy = tmp_path / "copy"
     left_out = shutil.ignore_patterns(".*", "out", "data", "results", "experiments", "tests", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=left_out)
@@ -81,7 +81,7 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     assert str(copy) not in json.dumps(results) and "training step" in lines.with_suffix(".txt").read_text()
     assert results[0]["keys"]["config"] == "configs/gpt_tiny.yaml" and "dropout" not in results[0]["keys"]
     assert (copy / "assets" / "trial.png").stat().st_size > 10_000
-    # a run that starts from weights is resumed without them; the others are left alone
+    # A run that starts from weights is resumed without them, and the others are left alone.
     stamps = {f: f.stat().st_mtime_ns for f in copy.glob("out/*/ckpt.pt")}
     lines.write_text("".join(line for line in lines.open() if "init_from=out/" not in line.split("commit")[0]))
     p = call()
@@ -100,7 +100,8 @@ def test_two_callers(tmp_path, monkeypatch):
 
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    """Also one that was killed in its last evaluation; not if its config file has lost an option."""
+    """A run also goes on if it was killed in its last evaluation. It starts from the beginning if its config file has
+    lost an option."""
     calls, config = [], {"batch_size": 12, "dropout": 0.1}
     monkeypatch.setattr(reproduce, "python", lambda *command, **more: calls.append(command[-1]))
     monkeypatch.setattr(reproduce, "file_keys", lambda run: config)
@@ -114,7 +115,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
 
 
 def test_what_tells_a_run_apart(tmp_path, monkeypatch):
-    """Its evaluations, the values of its config file, and the step that it starts from."""
+    """A run is told apart by its evaluations, by the values of its config file, and by the step that it starts from."""
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
     monkeypatch.setattr(reproduce, "LAB", tmp_path / "lab")
     file = tmp_path / "lab" / "experiments" / "trial.yaml"
@@ -133,7 +134,7 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     done = lambda *changes: [bool(run.result) for run in plan(trial.format(*changes))]
     assert done(3, "{}") == [True, True] and done(3, "{half: batches=1}") == [False, False]
     assert done(4, "{}") == [True, False] and plan(trial.format(4, "{}"))[1].folder != first[1].folder
-    for layers, same in (4, True), (5, False):          # without an option that is the default's; with another value
+    for layers, same in (4, True), (5, False):          # the lost option was the default's; another value
         config.write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
         assert done(3, "{}") == [same, same]
     for mistake, told in ("row: 5", "trial.yaml: .*row"), ("rows: {y: 'from={x}'}", "no row above"):
@@ -142,8 +143,8 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
 
 
 def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
-    """Another text, or other code of the model and of what it imports, is told; `again` lets the run begin again, and what
-    starts from it. Comments and docstrings are no code."""
+    """It is told if the text is another, or if the code of the model or of what it imports is. `again` lets the run
+    begin again, and each run that starts from it. Comments and docstrings are no code."""
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
     monkeypatch.setattr(reproduce, "OUT", tmp_path / "out")
     monkeypatch.syspath_prepend(tmp_path)
@@ -207,7 +208,8 @@ def test_cells_show_mean_and_deviation_over_the_seeds():
                                               m.rec.wv.weight.data.zero_()], "model_lrt"),
     ("inside", {}, lambda m: [block.attn.w_gate.weight.data.zero_() for block in m.blocks], "model_lrt")])  # g_loc = 1
 def test_a_control_is_its_model_but_for_one_thing(name, keys, off, is_base):
-    """Without that thing it computes what its base does; with it, other values, which depend on no later token."""
+    """If that thing is switched off, the control computes what its base does. Otherwise it computes other values, which
+    depend on no later token."""
     control, base = (importlib.import_module(name) for name in (f"model_{name}", is_base))
     cfg = control.Config(block_size=9, vocab_size=11, n_layer=2, n_head=2, n_embd=8, **keys)
     model = move(control.Model(cfg).double().eval(), 0.5)

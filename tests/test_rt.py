@@ -1,4 +1,5 @@
-"""model_rt and rt_wavefront: the schedules are one function; its neighbours; precision, memory and CUDA graphs."""
+"""model_rt and rt_wavefront: the schedules are one function. The tests also look at its neighbours, at precision, at
+memory and at CUDA graphs."""
 import itertools
 import math
 import re
@@ -17,14 +18,14 @@ from test_models import assert_cache_is_forward, assert_same, outputs_and_gradie
 
 
 def rt(schedule, **sizes):
-    """The tiny float64 RT of conftest with this schedule; equal sizes give equal weights."""
+    """Return the tiny float64 RT of conftest with this schedule. Equal sizes give equal weights."""
     return tiny("rt", schedule=schedule, **sizes)
 
 
 SWITCHES = [dict(pos="none", n_mlp=7, n_kv_head=1), dict(n_kv_head=2, qk_norm="full", pos="rope", tie_embeddings=True)]
 CASES = [*((T, dict(n_layer=L), [1, 8, 64]) for T, L in ((1, 3), (2, 3), (63, 3), (100, 1))),
          *((T, switch, [10]) for T in (4, 37) for switch in SWITCHES),
-         (37, dict(kv_norm=False, qk_norm="full"), [])]     # the wavefront has not this one
+         (37, dict(kv_norm=False, qk_norm="full"), [])]     # the wavefront does not have this one
 
 
 @pytest.mark.parametrize("T, sizes, chunks", CASES, ids=str)
@@ -52,7 +53,8 @@ def test_tiles_read_a_key_log2_T_times(T, monkeypatch):
     (dict(fast=False), "naive", "token"), (dict(fast=False, schedule="wavefront"), "wavefront", "wavefront"),
     (dict(recurrent=False), "at_once", "at_once")])
 def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, forward, prompt):
-    """fast picks, schedule overrides; a prompt, whole or in pieces, goes through the wavefront too, or token by token."""
+    """fast picks a schedule, and schedule= overrides it. A prompt, whole or in pieces, goes through the wavefront too,
+    or token by token."""
     ran, model = [], tiny("rt", **sizes)
     L, block = model.cfg.n_layer, model_rt.Block
     for owner, name in ((rt_wavefront, "run_layers"), (rt_wavefront, "prefill"), (model_rt, "tiled"), (block, "naive"),
@@ -68,7 +70,7 @@ def test_the_schedule_that_was_asked_for_runs(monkeypatch, sizes, forward, promp
 
 @pytest.mark.parametrize("schedule, pos", itertools.product(["naive", "tiled", "wavefront"], ["alibi", "rope", "none"]))
 def test_without_recurrence_it_is_model_gpt(schedule, pos):
-    """Logits, loss, every gradient, and decoding of ragged rows."""
+    """Logits, loss, every gradient, and the decoding of ragged rows are the same."""
     model, x = rt(schedule, recurrent=False, pos=pos, n_kv_head=2), tokens(2, 51)
     plain = tiny("gpt", pos=pos, n_kv_head=2, mlp="gelu", tie_embeddings=False)
     part = lambda n: re.sub(r"\.(w_\w+)\.", r".mlp.\1.", re.sub(r"\.(w[qkvo])\.", r".attn.\1.", n))
@@ -81,7 +83,7 @@ def test_without_recurrence_it_is_model_gpt(schedule, pos):
 
 @pytest.mark.parametrize("pos", ["alibi", "none"])
 def test_bfloat16_attention_is_rounded_nowhere_inside(pos):
-    """A chunk's attention, forward and recomputed. Slopes of six heads are no powers of two."""
+    """The attention of a chunk is compared, forward and recomputed. Slopes of six heads are no powers of two."""
     cfg, generator = model_rt.Config(n_head=6, n_kv_head=3, n_embd=48, pos=pos, chunk=64), torch.Generator().manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
         run = rt_wavefront.Wavefront(cfg, torch.zeros(2, 64, 48), 3)
@@ -109,7 +111,7 @@ def test_saved_for_the_backward_are_x_and_y_of_each_layer():
     with Memory() as memory:
         memory.known |= {w.untyped_storage()._cdata for w in (x, *weights)}
         y = rt_wavefront.Layers.apply(model.cfg, x, *weights)
-    tables = 20_000                                         # positions, the biases inside a chunk
+    tables = 20_000                                         # positions, and the biases inside a chunk
     assert memory.now < 8 * y.numel() * (3 + 2) * 1.05 + tables, "more is alive than x, every y, and the result's copy"
 
 
@@ -120,7 +122,8 @@ def test_a_run_may_change_its_schedule(data_dir, tmp_path):
 
 
 def test_initial_weights():
-    """The paper's: 1/sqrt(d), cut off at 3 sigma; into the residual stream less, and less the deeper."""
+    """The weights are the paper's: 1/sqrt(d), cut off at 3 sigma. Those into the residual stream are smaller, and the
+    smaller the deeper they stand."""
     torch.manual_seed(0)
     for name, p in model_rt.Model(model_rt.Config(n_layer=3, n_embd=256, n_head=4)).named_parameters():
         if p.dim() == 2:
@@ -131,7 +134,8 @@ def test_initial_weights():
 
 
 def test_graphs_are_recorded_and_reused(monkeypatch):
-    """The second call of a shape records, later ones replay with new inputs; a function stands for its own graph."""
+    """The second call of a shape records, and later calls replay with new inputs. A plain function stands for its graph
+    here."""
     recorded = {}
     for name, fake in (("recordable", lambda x: True), ("Graph", lambda function, inputs: function),
                        ("GRAPHS", recorded), ("SEEN", set())):
@@ -154,7 +158,8 @@ def test_graphs_are_recorded_and_reused(monkeypatch):
 @pytest.mark.parametrize("case", few([("wavefront", dict(recurrent=False)), *itertools.product(
     ("wavefront", "tiled"), (dict(pos="rope", n_kv_head=1, qk_norm="full"), {}))], 2), ids=str)
 def test_schedules_agree_on_the_kernels(case, device, dtype, tolerance):
-    """CUDA in float64: the reference implementations; float32 without tf32, and interpreted_kernels.py: Triton."""
+    """On CUDA the reference implementations run in float64. Triton runs in float32 without tf32, and in
+    interpreted_kernels.py."""
     schedule, sizes = case
     small, T = (dict(n_embd=16, n_head=2, chunk=4), 10) if INTERPRETED else ({}, 71)
     (want, _, grads), (found, _, more) = (
@@ -169,7 +174,8 @@ def test_schedules_agree_on_the_kernels(case, device, dtype, tolerance):
                                               pytest.param("cuda", torch.bfloat16, 1e-2, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", few([(2, 3, 24, 6, 5), (1, 1, 8, 16, 40), (3, 1, 33, 40, 0), (1, 4, 128, 32, 1)], 3), ids=str)
 def test_pieces_in_triton_are_the_plain_ones(case, device, low, tolerance):
-    """Each on slices of larger tensors, as a chunk of 41 positions has them; low: the dtype of products."""
+    """Each piece runs on slices of larger tensors, as a chunk of 41 positions has them. low is the dtype of
+    products."""
     rt_triton = pytest.importorskip("rt_triton")
     (G, Q, C, D, i), (A, B, K) = case, (2, 3, 41)
     generator = torch.Generator()
@@ -201,8 +207,8 @@ def test_pieces_in_triton_are_the_plain_ones(case, device, low, tolerance):
 
 
 def test_in_the_loops_of_another_model():
-    """RT's blocks in Relaxed's loops count their FLOPs, and refuse several tokens with a cache, each of which needs the output
-    of the one before."""
+    """RT's blocks in Relaxed's loops count their FLOPs. They refuse several tokens with a cache, because each token
+    needs the output of the one before."""
     class Looped(model_relaxed.Model):
         context_type, cached_context_type, mixer_flops = model_rt.Context, model_rt.CachedContext, model_rt.Model.mixer_flops
 

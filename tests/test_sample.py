@@ -1,4 +1,5 @@
-"""Decoding: the sampling loop against forward alone, the choice of a token by hand, the command line."""
+"""Decoding: the sampling loop gives what forward alone gives, a token is chosen as by hand, and the command line
+works."""
 from dataclasses import asdict
 
 import pytest
@@ -14,8 +15,8 @@ from conftest import MODELS, relative, tiny
 
 
 def greedy(model, row, n, eot=None):
-    """n likeliest tokens after row, one forward over the last context_limit tokens for each; a model may keep fewer of
-    a full context."""
+    """Return the n likeliest tokens after row. Each comes from one forward over the last context_limit tokens. A model
+    may keep fewer tokens of a full context."""
     limit, new = model.context_limit or len(row) + n, []
     context = list(row)[-limit:]
     with torch.no_grad():
@@ -33,7 +34,8 @@ def decode(model, prompts, n, **options):
 
 
 def test_a_ragged_batch_is_read_as_in_the_docstring_of_stream(monkeypatch):
-    """idx and n_valid of each forward: prefill, a step of all rows, a step after a row has ended."""
+    """idx and n_valid of each forward are looked at: of prefill, of a step of all rows, and of a step after a row has
+    ended."""
     model, prompts, read = tiny("gpt", tie_embeddings=False), [[5, 6, 7], [8]], []
     (a, c, d), (b, eot) = (greedy(model, prompt, n) for prompt, n in zip(prompts, (3, 2)))
 
@@ -48,7 +50,7 @@ def test_a_ragged_batch_is_read_as_in_the_docstring_of_stream(monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 @given(data=st.data())
 def test_random_batches_decode_as_if_alone(name, data):
-    """Any lengths, past block_size too, ended by end-of-text wherever it comes."""
+    """Prompts have any lengths, past block_size too, and end-of-text ends a row wherever it comes."""
     model = tiny(name, block_size=12, fast=data.draw(st.booleans()))
     prompts = data.draw(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=20), min_size=1, max_size=3))
     eot = data.draw(st.sampled_from([None] + greedy(model, prompts[0], 5)))
@@ -64,7 +66,7 @@ def test_seeds():
 
 
 def frequencies(p, **options):
-    """How often each token is drawn when the model's probabilities are p."""
+    """Return how often each token is drawn when the model's probabilities are p."""
     logits, options = torch.tensor(p).log().expand(20000, -1), dict(temperature=1.0, top_k=0, top_p=1.0) | options
     ids = sample.next_tokens(logits, **options, generator=torch.Generator().manual_seed(0))
     return (torch.bincount(ids, minlength=len(p)) / 20000).tolist()
@@ -107,7 +109,7 @@ def test_streams_a_sample(trained, capsys):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_and_cache_have_the_dtype(name, tmp_path, monkeypatch, capsys):
-    """float32 is what a CPU takes by itself, with the same text. bfloat16 rounds, and the text may be another."""
+    """A CPU takes float32 by itself, with the same text. bfloat16 rounds, and the text may be another."""
     model, loaded = tiny(name, vocab_size=257).float(), []
     checkpoint.save_checkpoint(tmp_path / "ckpt.pt", {
         **{field: kind() for field, kind in checkpoint.FIELDS.items()}, "model": name, "tokenizer": {"kind": "byte"},
@@ -142,7 +144,7 @@ def test_a_long_prompt_is_cropped_and_said(trained, capsys):
 
 
 def test_padding_of_the_vocabulary_is_never_sampled(tmp_path, data_dir, capsys):
-    """A model with more ids than its tokenizer, hardly trained, would choose one that does not decode."""
+    """A model that is hardly trained and has more ids than its tokenizer would choose an id that does not decode."""
     runs.run("gpt", tmp_path, data_dir, "vocab_size=5000", "max_steps=1")
     for options in ([], ["temperature=0"]):
         assert "40 tokens" in call(capsys, str(tmp_path / "r"), "max_new_tokens=40", "stop=false", *options).err
@@ -150,6 +152,6 @@ def test_padding_of_the_vocabulary_is_never_sampled(tmp_path, data_dir, capsys):
 
 def test_a_character_in_pieces_is_printed_whole(capsys):
     tokenizer = load_tokenizer({"kind": "byte"})
-    ids = list("aé€\U0001f600".encode()) + [0xC3]      # the last character never comes to its end
+    ids = list("aé€\U0001f600".encode()) + [0xC3]      # the last character never ends
     assert sample.write_stream(([i] for i in ids), tokenizer, [[]]) == 11
     assert capsys.readouterr().out == "aé€\U0001f600�\n"

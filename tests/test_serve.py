@@ -1,4 +1,5 @@
-"""serve.py: every request is answered as if alone, scheduling, early exit, and the command line."""
+"""serve.py answers every request as if it were alone. The tests also look at scheduling, at early exit, and at the
+command line."""
 import json
 import math
 import random
@@ -22,18 +23,18 @@ from conftest import move, relative
 from test_relaxed import ByHand
 
 BATCHINGS = ("sequence", "depth")
-RULE, TRAINED = "confidence:0.09", "confidence:0.06"    # by which tokens of looping(), of the trained model exit after all loops
+RULE, TRAINED = "confidence:0.09", "confidence:0.06"    # some tokens take all loops: looping()'s; the trained model's
 
 
 def looping(seed=0, module=model_relaxed, scale=0.15, **sizes):
-    """A small float64 model."""
+    """Return a small float64 model."""
     torch.manual_seed(seed)
     small = dict(block_size=64, vocab_size=31, n_loop=3, n_head=2, n_embd=16, n_layer=6)
     return move(module.Model(module.Config(**{**small, **sizes})).double().eval(), scale)
 
 
 def answered(model, work, batching, sampling=(0.0, 0, 1.0), seed=0, slots=3, **options):
-    """[(tokens, exits, logits)] of work, a list of (prompt, max_new_tokens); logits (V,) chose each
+    """Return [(tokens, exits, logits)] of work, which is a list of (prompt, max_new_tokens). logits (V,) chose each
     token, and end-of-text too."""
     requests = [serve.Request(list(prompt), n, i, sampling, serve.generator(seed, i, "cpu"))
                 for i, (prompt, n) in enumerate(work)]
@@ -50,7 +51,8 @@ def answered(model, work, batching, sampling=(0.0, 0, 1.0), seed=0, slots=3, **o
 
 
 def assert_answers(want, model, work, **options):
-    """The same tokens and exits, and the same logits to 1e-9: a wrong key may change no token."""
+    """Assert that tokens and exits are the same, and that logits are the same to 1e-9, because a wrong key may change
+    no token."""
     for batching in BATCHINGS:
         got = answered(model, work, batching, **options)
         assert [answer[:2] for answer in got] == [answer[:2] for answer in want]
@@ -59,16 +61,17 @@ def assert_answers(want, model, work, **options):
 
 
 def work_of(rng, n=5, most=10):
-    """n requests: prompts of 1 to 9 tokens, 1 to `most` new ones."""
+    """Return n requests with prompts of 1 to 9 tokens and 1 to `most` new tokens."""
     return [(rng.choices(range(31), k=rng.randint(1, 9)), rng.randint(1, most)) for _ in range(n)]
 
 
 def one(model, prompt, n, exit="", fill="exact", eot=None, vocab=None):
-    """(tokens, exits, logits): no cache, the loops over the whole text for each token. A prefill takes all loops. With
-    fill=propagate a token that left keeps the state that it left with, from which deeper keys and values are projected."""
+    """Return (tokens, exits, logits). There is no cache, and the loops run over the whole text for each token. A
+    prefill takes all loops. If fill=propagate, a token that left keeps the state that it left with, and deeper keys and
+    values are projected from it."""
     hand, cfg, text, exits, rows = ByHand(model), model.cfg, list(prompt), [], []
     rule = serve.exit_rule(exit, model.loops_to_run) or (lambda loop, p: False)
-    loops = [cfg.n_loop] * len(prompt)      # that each token goes through
+    loops = [cfg.n_loop] * len(prompt)      # each token goes through so many
     while True:
         h, at = hand.w["wte.weight"][text], torch.arange(len(text))
         for layer in range(cfg.n_layer):
@@ -90,13 +93,13 @@ def one(model, prompt, n, exit="", fill="exact", eot=None, vocab=None):
 
 @torch.no_grad()
 def alone(model, work, *options):
-    """What serve should return."""
+    """Return what serve should return."""
     return [one(model, prompt, n, *options) for prompt, n in work]
 
 
 @given(seed=st.integers(0, 2 ** 40))
 def test_random_requests_are_answered_as_if_alone(seed):
-    """Any model, rule and lengths; an end of text that comes."""
+    """The model, the rule and the lengths are any, and the end of text is a token that comes."""
     rng = random.Random(seed)
     pick = lambda *values: rng.choice(values)
     loops, sure = pick(3, 3, 2, 1), f"confidence:{rng.uniform(0.08, 0.13)}"
@@ -107,7 +110,7 @@ def test_random_requests_are_answered_as_if_alone(seed):
     said = {token for tokens, *_ in alone(model, work, exit, fill, None, vocab) for token in tokens}
     eot = pick(None, *sorted(said))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve.Engine, "MANY", pick(1, 4, 16))     # of a slot with more the tokens have a call of their own
+        patch.setattr(serve.Engine, "MANY", pick(1, 4, 16))     # tokens of a slot with more have a call of their own
         assert_answers(alone(model, work, exit, fill, eot, vocab), model, work, exit=exit, fill=fill, eot=eot,
                        vocab_size=vocab, slots=rng.randint(1, 4))
 
@@ -141,7 +144,8 @@ def test_rules_name_a_loop_or_a_bound_that_must_be_exceeded(exit, exits):
 
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_when_requests_are_admitted_and_what_shares_a_call(batching):
-    """As soon as a slot is free. Rows are tokens, in depth batching also of different loops; a long prompt is one row."""
+    """A request is admitted as soon as a slot is free. Rows are tokens, which may be in different loops when batching
+    is by depth. A long prompt is one row."""
     model, idle, depths, sizes = looping(), [], [], set()
     requests = [serve.Request(prompt, n) for prompt, n in [*work_of(random.Random(0), 12), ([1] * 20, 3)]]
     engine = serve.Engine(model, 3, None, batching, exit=RULE)
@@ -163,7 +167,8 @@ def test_when_requests_are_admitted_and_what_shares_a_call(batching):
 
 
 def test_the_life_of_four_tokens():
-    """The table in Engine's docstring: in each step which loop a slot runs, and how many loops its tokens have taken."""
+    """The table in Engine's docstring says in each step which loop a slot runs, and how many loops its tokens have
+    taken."""
     engine, seen = serve.Engine(looping(), 1, 20, exit="static:1"), []
     exits = iter([True, True, False, False, True])      # in steps 3 to 7
     engine.rule = lambda loop, p: next(exits)
@@ -177,7 +182,7 @@ def test_the_life_of_four_tokens():
 
 
 def test_a_slot_forgets():
-    """All that it has in any loop, even NaN; other slots keep theirs."""
+    """It forgets all that it has in any loop, even NaN. Other slots keep theirs."""
     engine = serve.Engine(looping(module=model_mor, n_layer=5), 3, 6)
     for lanes in (engine.taken, *engine.kv):
         lanes[:] = True
@@ -200,9 +205,9 @@ BAD = {
 
 @pytest.mark.parametrize("line", BAD, ids=lambda line: str(line[:40]))
 def test_a_bad_line_is_named(line, tmp_path):
-    """In one short line, before anything is computed."""
+    """The error is one short line, and it comes before anything is computed."""
     file = tmp_path / "x.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"prompt": "ab"}\n\n%s\n{"prompt": "ab"}' % line)   # a byte order mark
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "ab"}\n\n%s\n{"prompt": "ab"}' % line)   # a byte order mark comes first
     with pytest.raises(UserError) as e:
         serve.read_requests(looping(vocab_size=257), ByteTokenizer(), serve.ServeConfig(requests=str(file)))
     assert f"{file}, line 3: " in str(e.value) and BAD[line] in str(e.value) and len(str(e.value)) < 500
@@ -210,10 +215,10 @@ def test_a_bad_line_is_named(line, tmp_path):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, data_dir):
-    """Folders of trained runs: relaxed with early exit, mor; files of requests."""
+    """Return a folder with trained runs, relaxed with early exit and mor, and with files of requests."""
     root = tmp_path_factory.mktemp("engine")
     trainer = runs.run("relaxed", root / "relaxed", data_dir, "n_layer=4", "early_exit=aggressive", "block_size=32")
-    move(trainer.model, 0.3)        # so few steps teach all loops to guess the same
+    move(trainer.model, 0.3)        # after so few steps all loops would guess the same
     train.save(trainer, "ckpt.pt")
     runs.run("mor", root / "mor", data_dir)
     (root / "good.jsonl").write_text("\n".join(GOOD))
@@ -222,12 +227,12 @@ def world(tmp_path_factory, data_dir):
 
 GOOD = ['{"prompt": "ab"}', '{"prompt": "Cd e", "max_new_tokens": 25, "id": "x"}', "",
         '{"prompt": "f", "id": 7}', '{"prompt": "hij", "id": "x", "max_new_tokens": 25}\r',
-        '{"prompt": "ab ab ab ab ab ab ab ab abc", "id": null}']      # fills its context of 32
+        '{"prompt": "ab ab ab ab ab ab ab ab abc", "id": null}']      # this one fills its context of 32
 
 
 @pytest.mark.parametrize("options", [["batching=sequence"], ["fast=false", "slots=2"], ["fill=propagate"]], ids=str)
 def test_requests_are_answered(options, world, capsys):
-    """A line of JSON each; an id may come twice, and without one it is the line's number."""
+    """Each answer is a line of JSON. An id may come twice, and a request without one has its line's number."""
     folder, good = str(world / "relaxed" / "r"), str(world / "good.jsonl")
     model, tokenizer, _ = checkpoint.load_run(folder)
     requests = serve.read_requests(model.double(), tokenizer, serve.ServeConfig(requests=good, max_new_tokens=8))
@@ -250,7 +255,7 @@ def test_requests_are_answered(options, world, capsys):
 
 @pytest.mark.parametrize("run, exit", [("relaxed", TRAINED), ("mor", "")])
 def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, capsys):
-    """Blue for the first and magenta for the last of two. The text is that of requests=."""
+    """Blue is the first of two loops, and magenta is the last. The text is that of requests=."""
     (world / "one.jsonl").write_text('{"prompt": "\u00e9\u20ac"}\n' * 2)
     argv = [str(world / run / "r"), "max_new_tokens=30", "dtype=float32", f"exit={exit}"]
     serve.main([*argv, f"requests={world}/one.jsonl"])
@@ -285,7 +290,7 @@ def test_what_an_engine_refuses(model, options, message):
 
 
 def test_broken_weights_are_no_answer():
-    """Of the likeliest tokens too, where nothing is sampled."""
+    """The likeliest tokens are no answer either, although nothing is sampled."""
     model = looping()
     model.norm.weight.data[0] = math.nan
     with pytest.raises(UserError, match="not finite"):
@@ -299,7 +304,8 @@ ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router"), "token": d
 
 @torch.no_grad()
 def routed_alone(model, prompt, n):
-    """(tokens, recursions that each was predicted after, logits): no cache, a forward of the whole text for each."""
+    """Return (tokens, recursions that each was predicted after, logits). There is no cache, and each token has a
+    forward of the whole text."""
     text, out = list(prompt), []
     for _ in range(n):
         idx = torch.tensor([text])

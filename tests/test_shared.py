@@ -1,4 +1,4 @@
-"""Rules on the source text: nothing executes what it loads, ruff finds nothing, imports go one way."""
+"""These are rules on the source text: nothing executes what it loads, ruff finds nothing, and imports go one way."""
 import ast
 import graphlib
 import re
@@ -12,7 +12,7 @@ FORBIDDEN = {"eval", "exec", "compile", "__import__"}
 
 
 def dangers(tree):
-    """Calls that could run what a file holds: eval, exec, pickle, torch.load without weights_only=True,
+    """Return the calls that could run what a file holds: eval, exec, pickle, torch.load without weights_only=True,
     trust_remote_code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -27,19 +27,19 @@ def dangers(tree):
 
 
 def test_nothing_executes_what_it_loads():
-    """reproduce.py starts programs: train.py and its like, with options."""
+    """reproduce.py may start programs, which are train.py and its like, with options."""
     found = {f.name: {d.split(".")[0] for d in dangers(ast.parse(f.read_text()))} for f in SOURCES}
     assert {name: calls for name, calls in found.items() if calls} == {"reproduce.py": {"subprocess"}}
 
 
 def test_ruff_finds_nothing():
-    """pyproject.toml says what it looks for."""
+    """pyproject.toml says what ruff looks for."""
     done = python("-m", "ruff", "check", ".", "--exclude", ".venv*", "--no-cache")
     assert done.returncode == 0, done.stdout
 
 
 def imports(tree):
-    """The project's modules that a file imports, in functions too: {"common.options", "model_gpt"}."""
+    """Return the project's modules that a file imports, in functions too: {"common.options", "model_gpt"}."""
     modules = {name_of(f) for f in SOURCES}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -52,13 +52,13 @@ def name_of(file):
     return ".".join(file.relative_to(ROOT).with_suffix("").parts)
 
 
-# The two wings and the one door: what a file may import, the first pattern that fits its name.
+# The two wings and the one door. The first pattern that fits a file's name says what the file may import.
 ARROWS = {
-    # reading: a model file can be copied into any project, with what stands here
+    # Reading: a model file can be copied into any project, together with the files that stand here.
     "decoding|graphs|kernels_triton": "", "kernels|rt_triton": "kernels_triton", "model_gpt": "decoding",
     "rt_wavefront": "model_gpt|kernels|graphs|rt_triton", "model_rt": "model_gpt|kernels|rt_wavefront|decoding",
     "model_.*": "model_gpt|kernels|graphs|decoding",
-    # running
+    # Running.
     "prepare": r"common\..*", "sample": r"common\..*|graphs|decoding", "serve": r"common\..*|sample|model_gpt|decoding",
     "train": r"common\..*|sample|prepare|graphs|lab\.plot", r"common\..*": r"common\..*", r"lab\..*": "(?!train$).*"}
 
@@ -69,15 +69,16 @@ def test_imports_go_one_way():
     for name, modules in reads.items():
         arrow = next(to for of, to in ARROWS.items() if re.fullmatch(of, name))
         assert [m for m in modules if not re.fullmatch(arrow, m)] == [], name
-    graphlib.TopologicalSorter(reads).prepare()         # an error that names the circle, if there is one
+    graphlib.TopologicalSorter(reads).prepare()         # raises an error that names the circle, if there is one
 
 
-# What a release of one method needs, here RAT's: README.md lists the same files.
+# A release of one method needs these files, here RAT's. README.md lists the same files.
 ALONE = "model_gpt.py", "model_rat.py", "decoding.py", "graphs.py", "kernels.py", "train.py", "sample.py", "prepare.py"
 
 
 def test_one_method_alone(tmp_path, data_dir):
-    """Its files, as they are, train and sample: the picture at a run's end, lab's, is optional."""
+    """The files of one method train and sample as they are. The picture at a run's end is of lab, and it is
+    optional."""
     shutil.copytree(ROOT / "common", tmp_path / "common")
     for name in ALONE:
         shutil.copy(ROOT / name, tmp_path / name)

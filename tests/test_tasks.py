@@ -1,4 +1,5 @@
-"""Synthetic tasks: examples against checkers written from their definitions, what they depend on, training, accuracies."""
+"""Synthetic tasks: checkers that are written from their definitions accept the examples. The tests also look at what
+examples depend on, at training, and at accuracies."""
 import itertools
 import math
 import re
@@ -29,7 +30,7 @@ def batches(task, T, **options):
 
 
 def examples(task, T, split="val", count=200, seed=1337):
-    """The first examples of a split, each a pair of lists of numbers."""
+    """Return the first examples of a split, each of which is a pair of lists of numbers."""
     data = getattr(batches(task, T, seed=seed, task_examples=count), split)
     data.count = count
     return [(x.tolist(), y.tolist()) for x, y in zip(*data.examples)]
@@ -40,7 +41,7 @@ def check_recall(x, y, noise=False):
     known = {(k, v) for k, v in pairs if not noise or k < 16}
     assert all(0 <= k < 8 <= v < 16 for k, v in known) and len(dict(known)) == len(known)
     assert all(16 <= token < 32 for pair in set(pairs) - known for token in pair)
-    # at a key that was there before, its value
+    # The target at a key that was there before is its value.
     assert y == [x[i + 1] if i % 2 == 0 and t < 8 and t in x[:i:2] else -1 for i, t in enumerate(x)]
     assert y[-2] != -1, "the last key was there before"
 
@@ -90,7 +91,7 @@ def check_needles(x, y):
 
 
 def check_state(x, y, n):
-    """Follows each element through permutations, numbered in the order of their digits."""
+    """Follow each element through permutations, which are numbered in the order of their digits."""
     numbered = sorted("".join(p) for p in itertools.permutations("01234"[:n]))
     places = list(range(n))
     for token, target in zip(x, y, strict=True):
@@ -123,7 +124,8 @@ def test_the_examples_in_the_docstring():
 
 
 def test_memorization_has_one_map():
-    """For examples of both splits; every key has its own value; another seed, another map."""
+    """Examples of both splits have the same map, in which every key has its own value. Another seed gives another
+    map."""
     maps = []
     for seed in 1, 2:
         rows = [row for split in ("train", "val") for row in examples("memorization", 32, split, 256, seed)]
@@ -136,7 +138,7 @@ def test_memorization_has_one_map():
 @pytest.mark.parametrize("name", ["words", *tasks.TASKS])
 @given(seed=st.integers(0, 2 ** 40), step=st.integers(1, 10 ** 6), rows=st.integers(1, 3))
 def test_batches_are_a_pure_function_of_seed_and_step(name, data_dir, seed, step, rows):
-    """Whoever computes it, in any order: a micro-batch is the same."""
+    """A micro-batch is the same whoever computes it, and in any order."""
     T, fixed = max(34, LENGTHS.get(name, [8])[0]), name != "words" and tasks.TASKS[name].examples
     options = dict(batch_size=rows, gradient_accumulation_steps=4, task_examples=30 if fixed else 0)
     one, fresh, other = (batches(name, T, seed=seed + n, **options) if name != "words" else
@@ -150,9 +152,9 @@ def test_batches_are_a_pure_function_of_seed_and_step(name, data_dir, seed, step
     together = torch.cat([x for x, _ in alone])
     for again, at in (other, step), (one, step + 1), (other, step - 1):     # seed and step are not added
         assert not torch.equal(torch.cat([again.micro_batch(at, i)[0] for i in range(4)]), together)
-    if not fixed:       # nor are step and micro-batch
+    if not fixed:       # nor are step and micro-batch added
         assert not torch.equal(one.micro_batch(step - 1, 1)[0], alone[0][0])
-    if name != "words":     # nor seed and number of an example of validation
+    if name != "words":     # nor are seed and number of an example of validation added
         one.val.count = other.val.count = 4
         rows = [b.val.examples[0] for b in (one, other)]
         assert not (rows[0][:, None] == rows[1]).all(-1).any()
@@ -166,7 +168,7 @@ def test_the_fixed_examples(task):
     known = {tuple(row) for row in one.train.examples[0].tolist()}
     drawn = {tuple(row) for step in range(60) for row in one.micro_batch(step, 0)[0].tolist()}
     assert drawn == known and len(known) == 40
-    # of validation every one once, or some that are spread evenly
+    # An evaluation takes every example of validation once, or some that are spread evenly.
     whole, limited = (np.concatenate(one.val_batches(limit)) for limit in (0, 30))
     assert whole.tolist() == list(range(1280))
     assert len(set(limited)) == 240 and limited[0] == 0 and limited[-1] == 1279
@@ -184,7 +186,7 @@ def test_ids_as_text(ids, n):
 
 
 def test_what_is_printed_and_logged(tmp_path, capsys):
-    """Accuracies, samples of ids. A config file's tokenizer is not used."""
+    """Accuracies are printed and logged, and samples are ids. A config file's tokenizer is not used."""
     argv = runs.arguments("gpt", tmp_path, tmp_path / "nodata", "dataset=task:recall", "task_examples=50")
     argv = [a for a in argv if not a.startswith("tokenizer=")]
     (tmp_path / "x.yaml").write_text("tokenizer: bpe:1024\n")
@@ -199,7 +201,7 @@ def test_what_is_printed_and_logged(tmp_path, capsys):
 
 
 def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path):
-    """Micro-batches have other numbers of targets: the fractions are those of all rows at once."""
+    """Micro-batches differ in their numbers of targets. The fractions are those of all rows at once."""
     def fractions(model, x, y):
         with torch.no_grad():
             right = (model(x)[0].argmax(-1) == y) | (y == -1)

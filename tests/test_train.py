@@ -1,4 +1,5 @@
-"""The trainer: resuming, schedules, optimizers, logs, signals, several processes, random configurations."""
+"""The trainer. The tests look at resuming, schedules, optimizers, logs, signals, several processes, and random
+configurations."""
 import itertools
 import json
 import math
@@ -38,7 +39,8 @@ RESUMED = [*((name, []) for name in MODELS), ("gpt", ["optimizer=muon"]),
 
 @pytest.mark.parametrize("name, more", RESUMED, ids=lambda x: x if isinstance(x, str) else ",".join(x[:2]))
 def test_resume_at_every_step_is_bit_identical(name, more, tmp_path, data_dir):
-    """With other data or state that a step changes: in the middle. Evaluation changes no weight, nor does load_run."""
+    """Runs with other data, or with state that a step changes, are stopped in the middle alone. Evaluation changes no
+    weight, nor does load_run."""
     options = ["eval_interval=4", *more]
     whole = runs.run(name, tmp_path / "whole", data_dir, *options)
     assert "balance=loss_free" not in more or whole.model.balance_bias.any()
@@ -64,8 +66,8 @@ GRAPH = ["gradient_accumulation_steps=2", "max_steps=4", "eval_interval=2"]
 
 @pytest.mark.parametrize("name, more", RECORDED, ids=lambda x: x if isinstance(x, str) else ",".join(x[:2]))
 def test_a_recorded_step_is_the_ordinary_one(name, more, tmp_path, data_dir, monkeypatch):
-    """compile=graph: the same weights, moments and log, bit for bit, with dropout, schedules and evaluations; from the
-    third call on, Python does not run."""
+    """A run with compile=graph has the same weights, moments and log, bit for bit, with dropout, schedules and
+    evaluations. Python does not run from the third call on."""
     ordinary = runs.run(name, tmp_path / "a", data_dir, *GRAPH, *more)
     emulate(monkeypatch)
     calls, micro_step = [], train.micro_step
@@ -92,7 +94,8 @@ def test_the_emulated_graph_notices(owner, name, bug, tmp_path, data_dir, monkey
 
 
 def test_a_step_that_cannot_be_recorded_is_refused(tmp_path, data_dir, monkeypatch):
-    """In one line, before the run has a folder; a checkpoint of a recorded run goes on without."""
+    """The error is one line, and it comes before the run has a folder. A checkpoint of a recorded run goes on without
+    recording."""
     argv = runs.arguments("gpt", tmp_path, data_dir, *GRAPH)
     with pytest.raises(UserError, match="compile=graph needs one process on a CUDA GPU, and triton; here are 1 on cpu"):
         train.setup([*argv, "compile=graph"])
@@ -107,8 +110,9 @@ def test_a_step_that_cannot_be_recorded_is_refused(tmp_path, data_dir, monkeypat
 
 @models
 def test_accumulation_is_one_large_batch(name, tmp_path, data_dir):
-    """The same eight sequences in one, two or eight micro-batches have the same gradients: losses count tokens, of
-    which each sequence has another number. (Losses of routing are means over sequences: there, all have as many.)"""
+    """The same eight sequences in one, two or eight micro-batches have the same gradients, because losses count tokens,
+    and each sequence has another number of them. (Losses of routing are means over sequences, so that all sequences
+    have as many tokens there.)"""
     def gradients(rows, accumulation):
         run = train.setup(runs.arguments(name, tmp_path / str(rows), data_dir, f"batch_size={rows}", "dropout=0.0",
                                          f"gradient_accumulation_steps={accumulation}"))
@@ -144,8 +148,9 @@ def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_d
 
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
-    """Stopped just where one was due, a run makes up for it when resumed: the same best, one line each, of steps too,
-    where a killed run got further than its checkpoint. The state is on the disk before the evaluation."""
+    """If a run is stopped just where an evaluation was due, it makes up for it when it is resumed. The best loss is the
+    same. The log has one line for each evaluation, and one for each step, also where a killed run got further than its
+    checkpoint. The state is on the disk before the evaluation."""
     def evaluate(trainer):
         assert checkpoint.load_checkpoint(checkpoint.newest(trainer.folder))["step"] == trainer.step
         return {"val_ce": {2: 1.0, 4: 3.0, 6: 2.0}[trainer.step], "val_bpb": 1.0}
@@ -165,7 +170,8 @@ def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
 
 
 def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
-    """Of a run or a Hugging Face folder. The sizes are theirs; a file that is named may change block_size, dropout."""
+    """The weights are those of a run or of a Hugging Face folder, and so are the sizes. A file that is named may change
+    block_size and dropout."""
     first = runs.run("gpt", tmp_path / "a", data_dir)
     huggingface.to_pretrained(first.model, tmp_path / "hf")
     (tmp_path / "long.yaml").write_text("block_size: 32\ndropout: 0.25\n")
@@ -183,7 +189,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
 
 
 def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
-    """It says what the run's own evaluation said, of the same step, also at another length."""
+    """It says of the same step what the run's own evaluation said. It also evaluates at another length."""
     runs.run("gpt", tmp_path, data_dir, "pos=alibi")
     result = checkpoint.read_log(tmp_path / "r" / "log.jsonl")[-1]["val_ce"]
     (tmp_path / "a.yaml").write_text("init_from: what_the_run_began_with")
@@ -206,8 +212,8 @@ def test_schedules_by_hand(schedule, factors):
 
 
 def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):
-    """The gradient's norm is logged as it was before it was clipped. A longer run goes on from the last evaluation: that
-    stays in the log, and best.pt, whatever eval_interval. Tokens are counted at the size of their steps."""
+    """The logged norm of the gradient is that before clipping. A longer run goes on from the last evaluation, which
+    stays in the log and in best.pt, whatever eval_interval is. Tokens are counted at the size of their steps."""
     trainer = runs.run("gpt", tmp_path, data_dir, "eval_interval=4", "grad_clip=1e-3", "beta1=0", "eval_batches=0")
     rows = checkpoint.read_log(trainer.folder / "log.jsonl")
     steps, evaluations = ([r for r in rows if key in r] for key in ("ce", "val_ce"))
@@ -218,7 +224,7 @@ def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):
     assert abs(torch.cat(moments).norm() - 1e-3) < 1e-5 and steps[-1]["grad_norm"] > 0.1
     val, bpb = trainer.batches.val, evaluations[0]["val_bpb"]
     assert bpb == pytest.approx(evaluations[0]["val_ce"] / math.log(2) * val.tokens / val.bytes)
-    runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=6", "eval_batches=0")         # nothing to do
+    runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=6", "eval_batches=0")         # nothing is left to do
     worse = runs.run("gpt", tmp_path, data_dir, "resume=true", "max_steps=8", "batch_size=4", "learning_rate=50",
                      "eval_batches=0")
     rows = checkpoint.read_log(worse.folder / "log.jsonl")
@@ -230,7 +236,8 @@ def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):
 
 @pytest.mark.parametrize("dtype, part", [("auto", 0.5), ("bfloat16", 1)])
 def test_the_fraction_of_a_known_gpus_peak(dtype, part, tmp_path, data_dir, monkeypatch):
-    """In the log; products of float32 have half of it. No figure on a CPU, see the test before."""
+    """The log has the fraction. Products of float32 have half of the peak. A CPU has no figure, as the test before
+    shows."""
     monkeypatch.setattr(train, "gpu_peaks", lambda device: (1e9, 1e9))
     trainer = runs.run("gpt", tmp_path, data_dir, f"dtype={dtype}", "max_steps=2")
     for row in checkpoint.read_log(trainer.folder / "log.jsonl")[:2]:
@@ -239,7 +246,7 @@ def test_the_fraction_of_a_known_gpus_peak(dtype, part, tmp_path, data_dir, monk
 
 
 def test_a_budget_of_operations(tmp_path, data_dir):
-    """The steps are those that it pays for. A max_steps= on resume wins over it."""
+    """The run has as many steps as the budget pays for. A max_steps= on resume wins over it."""
     model, cfg = tiny("gpt"), TrainConfig(batch_size=2, gradient_accumulation_steps=3)
     cost = 6 * model.cfg.block_size * model.flops_per_token()
     for steps, factor in itertools.product((2, 100), (1 + 1e-9, 1 - 1e-9)):
@@ -249,7 +256,7 @@ def test_a_budget_of_operations(tmp_path, data_dir):
     cfg.max_flops = 1000
     with pytest.raises(UserError, match="max_flops=1e[+]03 is less than one step of"):
         train.set_budget(cfg, model)
-    cfg.max_flops = 10 * cost       # of which three steps of double size have spent 6, or three alike 3 and a rounding
+    cfg.max_flops = 10 * cost       # three steps of double size have spent 6, or three alike 3 and a rounding
     for spent, steps in (6, 7), (3 + 1e-9, 10), (0.5 * 3, 11), (12, 1):
         train.set_budget(cfg, model, 3, spent * cost)
         assert cfg.max_steps == steps
@@ -263,7 +270,7 @@ def test_a_budget_of_operations(tmp_path, data_dir):
 
 
 def test_with_a_notebooks_settings(tmp_path, data_dir):
-    """The picture is drawn."""
+    """The picture is drawn also with a notebook's settings."""
     argv = runs.arguments("gpt", tmp_path, data_dir, "max_steps=1", "sample_tokens=5")
     p = python("-OO", "train.py", *argv, MPLBACKEND="module://nowhere")
     assert p.returncode == 0 and (tmp_path / "r" / "curves.png").read_bytes()[:4] == b"\x89PNG"
@@ -281,7 +288,7 @@ def test_a_half_set_distributed_environment(environment, told, tmp_path, data_di
 
 
 def test_names_from_paths(tmp_path, data_dir, capsys):
-    """Text is plain text: of paths with = or $, of a config file's name."""
+    """Text in paths with = or $, and in a config file's name, is taken as plain text."""
     file, out = tmp_path / "_läng $1.yaml", tmp_path / "lr=0.1 $"
     file.write_text("model: gpt\n")
     argv = [a for a in runs.arguments("gpt", out, data_dir, "max_steps=1", f"config={file}") if a != "run=r"]
@@ -300,8 +307,8 @@ def test_help(capsys):
 
 
 def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir, capsys):
-    """A config file's prompt is for its data set only. On another one a run, and then sample.py, continue the first
-    characters of its validation text."""
+    """A config file's prompt is for its data set only. A run on another data set continues the first characters of its
+    validation text, and so does sample.py afterwards."""
     (tmp_path / "ä.txt").write_text("äöü" * 500)
     (tmp_path / "x.yaml").write_text(f"dataset: words\nsample_prompt: ab\ndata_dir: '{data_dir}'\n")
     keys = [f"dataset=file:{tmp_path / 'ä.txt'}", "tokenizer=char", f"data_dir={tmp_path}", "max_steps=1", "sample_tokens=2"]
@@ -325,7 +332,7 @@ def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, 
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": 1.0 if run.step < 4 else math.nan})
     argv = runs.arguments("gpt", tmp_path / "b", data_dir, "eval_interval=2")
-    for more in [], ["resume=true"]:            # which does not go on from the state that was evaluated
+    for more in [], ["resume=true"]:            # resuming does not go on from the state that was evaluated
         with pytest.raises(UserError, match="val_ce is nan at step 4: stopped, what was saved is kept"):
             train.train(trainer := train.setup([*argv, *more]))
         assert checkpoint.load_checkpoint(checkpoint.newest(trainer.folder))["step"] == 2
@@ -343,7 +350,7 @@ def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, 
 
 
 def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
-    """Until then, no other run can have the folder."""
+    """No other run can have the folder until then."""
     argv = runs.arguments("gpt", tmp_path, data_dir, "max_steps=1000000", "eval_interval=5")
     p = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                          stderr=subprocess.PIPE)
@@ -352,7 +359,7 @@ def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
     for key in "resume=true", "overwrite=true":
         with pytest.raises(UserError, match="is in use: another run of this name goes on"):
             train.setup([*argv, key])
-    p.send_signal(signal.SIGINT)            # runs.run sends SIGTERM
+    p.send_signal(signal.SIGINT)            # runs.run sends SIGTERM instead
     out, err = p.communicate(timeout=60)
     assert p.returncode == 0, err
     step = checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"]
@@ -361,7 +368,8 @@ def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
 
 
 def test_two_runs_of_one_name(tmp_path, data_dir):
-    """Started together, one is refused; the second to claim the folder does not undo what the first has saved."""
+    """If two runs start together, one is refused. The second run that claims the folder does not undo what the first
+    has saved."""
     second = train.setup(runs.arguments("gpt", tmp_path, data_dir))     # there is no checkpoint yet
     runs.run("gpt", tmp_path, data_dir)
     with pytest.raises(UserError, match="holds a checkpoint"):
@@ -369,7 +377,7 @@ def test_two_runs_of_one_name(tmp_path, data_dir):
 
 
 def test_other_data_on_resume(tmp_path, capsys):
-    """Told, and the best loss of the other text is forgotten."""
+    """It is told, and the best loss of the other text is forgotten."""
     keys = [f"dataset=file:{tmp_path / 't.txt'}", f"data_dir={tmp_path}"]
     argv = runs.arguments("gpt", tmp_path, tmp_path, *keys, "resume=true")
     for text, forgotten in ("some text, ", False), ("other text, ", True):
@@ -385,7 +393,8 @@ def test_other_data_on_resume(tmp_path, capsys):
     (["eval_batches=1"], "eval_batches"), (["batch_size=1"], "batch_size"), (["block_size=8"], "block_size"),
     (["dtype=bfloat16"], "precision"), (["eval_batches=0", "batch_size=1"], "eval_batches"), (["learning_rate=1", "eval_interval=3"], "")])
 def test_a_best_loss_of_another_measure(changed, forgotten, tmp_path, data_dir, capsys):
-    """It is forgotten, which is told: losses of more or other text, or of other numbers, do not compare."""
+    """The best loss is forgotten, which is told. Losses of more or other text, or of numbers in another precision, do
+    not compare."""
     runs.run("gpt", tmp_path, data_dir, "max_steps=2")
     resumed = train.setup(runs.arguments("gpt", tmp_path, data_dir, "resume=true", *changed))
     options.unlock(resumed.folder)
@@ -394,8 +403,8 @@ def test_a_best_loss_of_another_measure(changed, forgotten, tmp_path, data_dir, 
 
 
 def test_a_teacher_that_has_changed(tmp_path, data_dir, capsys):
-    """A resumed run refuses other weights in the teacher's place, unless the command line names the teacher again. No run
-    is its own teacher."""
+    """A resumed run refuses other weights in the teacher's place, unless the command line names the teacher again. No
+    run is its own teacher."""
     teacher = runs.run("gpt", tmp_path, data_dir, "run=teacher", "max_steps=1")
     taught = ["run=student", f"teacher={teacher.folder}"]
     whole = runs.run("gpt", tmp_path / "whole", data_dir, *taught)
@@ -417,14 +426,14 @@ def test_a_teacher_that_has_changed(tmp_path, data_dir, capsys):
 
 
 def test_one_command_starts_and_goes_on(tmp_path, data_dir):
-    """resume=auto, as a scheduler that starts a job again needs it."""
+    """A scheduler that starts a job again needs resume=auto."""
     whole = runs.run("gpt", tmp_path / "whole", data_dir)
     assert runs.run("gpt", tmp_path, data_dir, "resume=auto", stop_after=2).step == 2
     assert runs.learned(runs.run("gpt", tmp_path, data_dir, "resume=auto")) == runs.learned(whole)
 
 
 def test_a_log_that_cannot_be_written(tmp_path, data_dir, monkeypatch, capsys):
-    """It is told, and the training goes on: the lines after it are whole."""
+    """It is told, and the training goes on. The lines after it are whole."""
     trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "max_steps=4"))
     step = train.train_step
 
@@ -456,7 +465,7 @@ def test_a_log_that_cannot_be_written(tmp_path, data_dir, monkeypatch, capsys):
 
 
 def test_a_full_disk_has_a_name(tmp_path, monkeypatch):
-    """The error of a write has none by itself."""
+    """The error of a write has no file name by itself."""
     def write(path, content):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(Path, "write_bytes", write)
@@ -466,7 +475,7 @@ def test_a_full_disk_has_a_name(tmp_path, monkeypatch):
 
 
 def test_signs_of_life(tmp_path, data_dir, monkeypatch, capsys):
-    """Where stderr is no terminal, every half minute: by a clock that moves by 20 seconds a step."""
+    """Where stderr is no terminal, a line comes every half minute. The clock here moves by 20 seconds a step."""
     trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir))
     now, step = [trainer.log.told[0]], train.train_step
     monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
@@ -478,8 +487,8 @@ def test_signs_of_life(tmp_path, data_dir, monkeypatch, capsys):
 
 
 def test_what_is_told_before_a_run(tmp_path, data_dir, capsys, monkeypatch):
-    """A model of lab/experiments is found, and one without a cache says so before it trains; what stands in the place of a
-    config file that is not there; that nothing is left to train."""
+    """A model of lab/experiments is found, and one without a cache says so before it trains. It is told what stands in
+    the place of a config file that is not there, and that nothing is left to train."""
     with pytest.raises(UserError, match="this model has no cache to decode with: .*sample_tokens=0"):
         train.setup(runs.arguments("smear", tmp_path, data_dir, "sample_tokens=1"))
     assert not (tmp_path / "r").exists()
@@ -503,7 +512,7 @@ def test_a_file_that_is_no_model(text, tmp_path, monkeypatch):
 
 
 def test_the_trial_changes_nothing(tmp_path, data_dir, monkeypatch):
-    """The micro-batch before a run leaves no gradient, and a buffer that a forward pass changes is as before."""
+    """The micro-batch before a run leaves no gradient. A buffer that a forward pass changes is as before."""
     def forward(model, *batch, forward=model_gpt.Model.forward):
         if model.training:
             model.counted.add_(1)
@@ -537,7 +546,8 @@ def test_a_terminal_that_closes(monkeypatch):
     pytest.param("gpt", ["dataset=task:s3", "task_examples=0", "learning_rate=1e-2"], id="task", marks=pytest.mark.full),
     *(pytest.param(name, ["optimizer=muon"], id=f"{name}-muon", marks=pytest.mark.full) for name in MODELS)])
 def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path, data_dir):
-    """Bit for bit, with the biases that the loads of MoR's recursions move; accuracies are those of all tokens."""
+    """The weights are the same bit for bit, and so are the biases that the loads of MoR's recursions move. Accuracies
+    are those of all tokens."""
     options = ["gradient_accumulation_steps=2", "eval_interval=3", "eval_batches=3", *more]
     one = runs.run(name, tmp_path / "one", data_dir, *options)
     argv = runs.arguments(name, tmp_path / "two", data_dir, *options)
@@ -587,7 +597,7 @@ def long_sample():
 
 
 def two_ranks(folder, data_dir, change, *more, meanwhile=lambda second: None):
-    """The exit codes of two processes, of which the first is changed, and what each prints."""
+    """Return the exit codes of two processes, and what each prints. change is called in the first process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -607,7 +617,7 @@ def two_ranks(folder, data_dir, change, *more, meanwhile=lambda second: None):
     (None, ["run=locked"], "is in use: another run of this name goes on"), (None, ["vocab_size=9"], "vocab_size=9 is less"),
     (None, ["dataset=file:/dev/null/words.txt"], "make it with python prepare.py")], ids=lambda x: getattr(x, "__name__", None))
 def test_one_process_tells_an_error(change, more, told, tmp_path, data_dir):
-    """It prints one line, and the other one ends quietly. Data that are not prepared are not waited for."""
+    """One process prints one line, and the other one ends quietly. Neither waits for data that are not prepared."""
     (tmp_path / "locked").mkdir()
     options.lock(tmp_path / "locked")
     codes, (first, other) = two_ranks(tmp_path, data_dir, change, *more)
@@ -653,7 +663,7 @@ TRAINING = {"batch_size": [1, 2, 3], "gradient_accumulation_steps": [1, 2], "opt
 
 
 def drawn(rng, model):
-    """Options with values: every size, half of the model's own."""
+    """Return random options with values: there is every size, and half of the model's own options."""
     given = {name: rng.choice(values) for name, values in {**SIZES, **TRAINING}.items()}
     given["n_embd"] = given["n_head"] * rng.choice([3, 4, 8, 8, 16]) + (rng.random() < 0.1)
     for f in fields(options.model_module(model).Config):
@@ -667,7 +677,8 @@ def drawn(rng, model):
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.full] * (n >= 24)) for n in range(200)])
 def test_random_configurations_run_or_are_refused(seed, data_dir, tmp_path):
-    """Refused: in one line, nothing is written. The first that is not trains, resumes and decodes."""
+    """A refusal is one line, and nothing is written. The first configuration that is not refused trains, resumes and
+    decodes."""
     rng, model = random.Random(seed), MODELS[seed % len(MODELS)]
     for given in (drawn(rng, model) for _ in range(200)):
         try:
@@ -696,7 +707,7 @@ def test_trains_compiled_on_cuda(how, name, tmp_path, data_dir):
 @pytest.mark.gpu
 @models
 def test_a_recorded_step_is_the_ordinary_one_on_cuda(name, tmp_path, data_dir):
-    """The losses of ten steps, with dropout; sums in another order differ by more than on a CPU."""
+    """The losses of ten steps with dropout are the same. Sums in another order differ by more than on a CPU."""
     more = [*GRAPH, "max_steps=10", "device=cuda", "dtype=float32"]
     folders = [runs.run(name, tmp_path / how, data_dir, *more, f"compile={how}").folder for how in ("graph", "false")]
     logs = [checkpoint.read_log(folder / "log.jsonl") for folder in folders]

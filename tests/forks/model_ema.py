@@ -1,5 +1,8 @@
-"""A Transformer with moving averages for attention: h_t = g h_{t-1} + (1 - g) v_t, out = W_o (silu(z_t) * h_t), where
-g = sigmoid(b) is learned, one a channel. A cache holds one state a layer and row."""
+"""A Transformer with moving averages in the place of attention:
+
+    h_t = g h_{t-1} + (1 - g) v_t,  out = W_o (silu(z_t) * h_t),  g = sigmoid(b)
+
+b is learned, one for each channel. A cache holds one state for each layer and row."""
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +39,7 @@ class EMA(nn.Module):
 
 
 class Context:
-    """states (B, C) of each layer, zero; padding (B, T, 1) or (1, 1, 1): none."""
+    """states (B, C) of each layer are zero. padding is (B, T, 1), or (1, 1, 1) if there is none."""
 
     def __init__(self, cfg, x):
         B, T, C = x.shape

@@ -1,4 +1,4 @@
-"""RAT's layers in Relaxed's loops: the blocks are tied, without deltas of their own."""
+"""RAT's layers in Relaxed's loops. The blocks are tied, and they have no deltas of their own."""
 from dataclasses import dataclass
 
 import model_rat
