@@ -1,1 +1,1 @@
-"""What measures and shows. All else works without it."""
+"""lab measures the models and shows the results. All else works without it."""
