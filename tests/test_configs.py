@@ -20,15 +20,14 @@ PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l":
          "rat_200m": (206, RAT // 2, 15),
          **{f"mor_{size}m": (size, MOR, 20) for size in (135, 360, 730, 1700)}}
 NAMES = sorted({p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch(p.stem)} | PAPER.keys())
-# A run below is (its row in results/tables.md, the file's name, changed options), because one file of MoR is three models.
-# For MoR there are the layers of the plain model, MoR-2, MoR-3 and MoR-4, and the billions of tokens of the smallest
+# A run below is (the file's name, changed options), because one file of MoR is three models. For MoR there are the layers of the plain model, MoR-2, MoR-3 and MoR-4, and the billions of tokens of the smallest
 # budget.
 LAYERS = {135: (30, 30, 32, 30), 360: (32, 32, 32, 34), 730: (26, 26, 26, 26), 1700: (24, 24, 26, 26)}
 SMALLEST = {135: 9.2, 360: 3.6, 730: 1.8, 1700: 0.8}
 MOR_3 = {135: 42, 360: 118, 730: 252, 1700: 670}     # millions of parameters with three recursions
 RUNS = [run for name in NAMES for run in (
-    [(f"{name}_r{r}", name, dict(n_loop=r, n_layer=LAYERS[PAPER[name][0]][r - 1])) for r in (2, 3, 4)]
-    if name.startswith("mor_") else [(name, name, {})])]
+    [(name, dict(n_loop=r, n_layer=LAYERS[PAPER[name][0]][r - 1])) for r in (2, 3, 4)]
+    if name.startswith("mor_") else [(name, {})])]
 # These are the bytes of activations a token, layer and channel, at most. They were measured at the peak of forward and
 # backward pass under bfloat16 autocast on a CPU (two heads, 1,024 tokens), without weights and gradients. The number of
 # rt includes the copies of CUDA graphs.
@@ -51,9 +50,9 @@ def count(parameters):
     return sum(p.numel() for p in parameters)
 
 
-@pytest.mark.parametrize("row, name, changes", RUNS, ids=[row for row, *_ in RUNS])
-def test_size_tokens_and_memory(row, name, changes):
-    """They are those of the paper, and those of the config's row in results/tables.md, "Scaling out"."""
+@pytest.mark.parametrize("name, changes", RUNS)
+def test_size_tokens_and_memory(name, changes):
+    """Parameters and tokens are those of the paper, and a micro-batch fits into 80 GB by arithmetic."""
     values, model = build(name, **changes)
     family, (millions, step, billions) = values["model"], PAPER[name]
     cfg, total = model.cfg, count(model.parameters())
@@ -76,18 +75,6 @@ def test_size_tokens_and_memory(row, name, changes):
     activations = ACTIVATIONS[family] * tokens * cfg.n_layer * cfg.n_embd
     assert weights + activations + LOSS < 80e9
 
-    blocks = [count(block.parameters()) for part in ("first", "blocks", "last") for block in getattr(model, part, ())]
-    outside = total - sum(blocks)
-    gathered = outside + (max(blocks) if model.runs_blocks_once else sum(blocks))
-    shard = max(weights / 8 + 8 * gathered, 12 * total / 8 + 4 * total)     # in a step, in an evaluation
-    of_step = step * model.flops_per_token()
-    flops, sums = of_step * values["max_steps"], 2 * 4 * total * 63 / 64
-    with torch.device("meta"):
-        cache = model.init_cache(1, cfg.block_size).nbytes() / cfg.block_size / 2       # in bfloat16
-    cells = [row, f"{sum(blocks) / 1e6:,.0f} M", f"{outside / 1e6:,.0f} M", f"{weights / 1e9:.1f} GB",
-             f"{shard / 1e9:.1f} GB", f"{flops:.1e}", f"{flops / 0.4 / 989e12 / 86400:.1f}",
-             f"{of_step / 64 / 0.4 / 989e12 * 1e3:.0f}", f"{sums / 50e9 * 1e3:.0f}", f"{cache:,.0f}"]
-    assert "| " + " | ".join(cells) + " |" in (ROOT / "lab" / "results" / "tables.md").read_text()
 
 
 GEMMA_2B = dict(vocab_size=256000, n_layer=18, n_head=8, n_kv_head=1, n_embd=2048, head_dim=256, n_mlp=16384,
