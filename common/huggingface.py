@@ -3,10 +3,13 @@ Hugging Face folders: Llama-family weights (SmolLM, TinyLlama, Llama 2, 3, Mistr
 <-> model_gpt, and tokenizers. Models whose loops unroll to a model_gpt are written too.
 
 Both sides store matrices as (out, in), and RoPE rotates the same pairs. A weight only changes its
-name. But Gemma's norms multiply by 1 + w, so w is stored there.
+name. But Gemma's norms multiply by 1 + w, so w is stored there. No token is put in front of a text,
+also not Gemma's <bos>, with which it was trained: without <bos> its predictions are worse.
 """
 import json
 import logging
+import os
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -29,6 +32,8 @@ def from_pretrained(path):
     weights = theirs.state_dict()
     if model.cfg.scale_embeddings:      # Gemma
         weights |= {name: 1 + w.double() for name, w in weights.items() if "norm" in name}
+    if unread := weights.keys() - {llama_name(name) for name in model.state_dict()}:
+        raise ValueError(f"model_gpt has no place for the weight {min(unread)}")
     model.load_state_dict({name: weights[llama_name(name)] for name in model.state_dict()})
     check_same_logits(model, theirs)
     return model
@@ -50,9 +55,10 @@ def to_pretrained(model, path, eos=None):
     config |= dict(
         architectures=[f"{family.capitalize()}ForCausalLM"], model_type=family,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        hidden_act=ACTS[c.mlp], attention_bias=False, mlp_bias=False,
+        hidden_act=ACTS[c.mlp][0], attention_bias=False, mlp_bias=False,
         bos_token_id=None, eos_token_id=eos, sliding_window=c.window or None,
-        torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."))
+        torch_dtype=str(model.wte.weight.dtype).removeprefix("torch."),
+        transformers_version="5.0.0")       # the first that reads rope_parameters
     weights = {llama_name(name): p.detach().contiguous()
                for name, p in model.named_parameters()}
     if family == "gemma":
@@ -70,7 +76,9 @@ FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
           "head_dim": "head_dim", "max_position_embeddings": "block_size",
           "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta",
           "tie_word_embeddings": "tie_embeddings"}
-ACTS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
+# The first name of an activation is written, all of them are read.
+ACTS = {"swiglu": ("silu", "swish"),
+        "geglu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")}
 # For each family: whether it has qk_norm and a window, its mlp, and scale_embeddings.
 FAMILIES = {"llama": (False, False, "swiglu", False),
             "mistral": (False, True, "swiglu", False),
@@ -164,6 +172,8 @@ def gpt_fields(theirs):
     windows = "sliding_attention" in (getattr(c, "layer_types", None) or ())
     if windows and not window:
         raise ValueError("layer_types is not supported: only full_attention is")
+    if c.hidden_act not in ACTS[mlp]:
+        raise ValueError(f"hidden_act={c.hidden_act} is not supported: {', '.join(ACTS[mlp])} are")
     same = {ours: getattr(c, name) for name, ours in FIELDS.items() if ours != "rope_theta"}
     tied = theirs.lm_head.weight is theirs.model.embed_tokens.weight
     return dict(same, rope_theta=float(rope["rope_theta"]), tie_embeddings=tied, mlp=mlp,
@@ -173,11 +183,19 @@ def gpt_fields(theirs):
 
 @torch.no_grad()
 def check_same_logits(model, theirs):
-    """ValueError where transformers computes something else: a bias, another activation."""
-    V, T = model.cfg.vocab_size, min(64, model.cfg.block_size)
-    idx = torch.randint(V, (1, T), generator=torch.Generator().manual_seed(0))
+    """ValueError where transformers computes something else: another mask, another scale. Both
+    compute in float32, whose rounding may move the logits of a deep model by more than 1e-5. How
+    much more is measured: the last bit of the embeddings is changed at random."""
+    V, T = model.cfg.vocab_size, min(256, model.cfg.block_size)
+    generator = torch.Generator().manual_seed(0)
+    idx = torch.randint(V, (1, T), generator=generator)
     ours, wanted = model.eval()(idx)[0], theirs(idx).logits
-    if not (ours - wanted).abs().max() <= 1e-3 * wanted.abs().max():    # NaN too
+    w = model.wte.weight.clone()
+    model.wte.weight.mul_(1 + 2**-23 * torch.randint(-1, 2, w.shape, generator=generator))
+    rounding = (model(idx)[0] - ours).abs().max()
+    model.wte.weight.copy_(w)
+    most = torch.maximum(1e-5 * wanted.abs().max(), 4 * rounding)
+    if not (ours - wanted).abs().max() <= most:     # NaN too
         unusual = [f"{name}={value}" for name, value in theirs.config.to_diff_dict().items()
                    if name not in {*FIELDS, *UNREAD}]
         raise ValueError("model_gpt does not compute what "
@@ -258,13 +276,31 @@ def hub_folder(name, files) -> Path:
 
 
 def export(model, tokenizer, path):
-    """Write a Hugging Face folder of a model and its tokenizer. UserError if no Llama computes what
-    the model does; nothing is written then."""
-    to_pretrained(model, path, tokenizer.eot)
-    for name in "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json":
-        (path / name).unlink(missing_ok=True)       # what was there before
-    if not to_huggingface(tokenizer, path):
-        note(f"{path} has no tokenizer: a {tokenizer.kind} tokenizer is no BPE of bytes")
+    """Make a Hugging Face folder of a model and its tokenizer, and put it into its place, which is
+    empty or holds an older export, in one move. UserError if no Llama computes what the model does,
+    or if another file is there, because transformers might read it. A call that fails leaves
+    nothing behind."""
+    for file in path.iterdir() if path.exists() else ():
+        if file.name not in EXPORTED:
+            raise UserError(f"{file} is not of an export: remove it, or choose another folder")
+    place = path.resolve()
+    there = next(parent for parent in place.parents if parent.exists())
+    temporary = there / f".{place.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)    # of a call that was killed
+    try:
+        to_pretrained(model, temporary / "new", tokenizer.eot)
+        if not to_huggingface(tokenizer, temporary / "new"):
+            note(f"{path} has no tokenizer: a {tokenizer.kind} tokenizer is no BPE of bytes")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.exists():
+            os.rename(place, temporary / "old")
+        os.rename(temporary / "new", place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# The files of an export.
+EXPORTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
 def to_huggingface(tokenizer, folder):

@@ -13,7 +13,7 @@ import runs
 import train
 import sample
 from common.options import UserError, model_module
-from conftest import ROOT, move
+from conftest import ROOT, move, snapshot
 from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
 from test_gpt import cast, saved_llama, stored
 from common.huggingface import hf_tokenizer
@@ -142,3 +142,43 @@ def test_what_no_llama_computes_is_refused_and_harms_nothing(model, keys, data_d
         with pytest.raises(UserError, match="can be written as"):
             checkpoint.main([str(tmp_path / "r"), f"export={target}", "overwrite=true"])
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "kept" and not (tmp_path / "new").exists()
+
+
+def test_an_export_replaces_an_export_and_nothing_else(data_dir, tmp_path, monkeypatch):
+    """Files that transformers reads besides ours are refused. What fails, or was killed before, leaves nothing."""
+    run, hf = str(runs.run("gpt", tmp_path, data_dir, "max_steps=1").folder), tmp_path / "new" / "hf"
+    char = runs.run("gpt", tmp_path / "char", data_dir, "max_steps=1")
+    state = {**train.state(char), "tokenizer": CharTokenizer("ab").to_dict()}
+    checkpoint.save_checkpoint(tmp_path / "char.pt", state)
+    (tmp_path / ".hf.tmp" / "new").mkdir(parents=True)
+
+    def fails(*given):
+        raise UserError("a full disk")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="a full disk"):
+        patch.setattr(huggingface, "to_huggingface", fails)
+        checkpoint.main([run, f"export={tmp_path / 'hf'}"])
+    assert not (tmp_path / "hf").exists() and not (tmp_path / ".hf.tmp").exists()
+    checkpoint.main([run, f"export={hf}"])
+    before = snapshot(hf)
+    assert {file.name for file in before} == huggingface.EXPORTED
+    for other in "generation_config.json", "adapter_config.json", "model.safetensors.index.json":
+        (hf / other).write_text("{}")
+        with pytest.raises(UserError, match=f"{other} is not of an export"):
+            checkpoint.main([run, f"export={hf}", "overwrite=true"])
+        (hf / other).unlink()
+    with pytest.raises(UserError, match="ckpt.pt|best.pt|log.jsonl"):
+        checkpoint.main([run, f"export={run}", "overwrite=true"])
+    assert snapshot(hf) == before
+    checkpoint.main([str(tmp_path / "char.pt"), f"export={hf}", "overwrite=true"])
+    assert {file.name for file in hf.iterdir()} == {"config.json", "model.safetensors"}
+    assert list(hf.parent.iterdir()) == [hf]
+
+
+def test_transformers_has_no_advice_about_an_export(tmp_path, monkeypatch):
+    """It would call a Mistral's tokenizer incorrect if config.json did not say for which version it is."""
+    from transformers import AutoTokenizer, tokenization_utils_tokenizers as library
+    told, model = [], model_module("gpt")
+    huggingface.export(model.Model(model.Config(**{**SIZES, "vocab_size": 257}, n_layer=1, window=5)), ByteTokenizer(), tmp_path / "hf")
+    monkeypatch.setattr(library.logger, "warning", told.append)
+    AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "mistral" and told == []

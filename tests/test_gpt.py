@@ -118,7 +118,12 @@ VARIATIONS = {
     "mistral without": (dict(kind="Mistral", sliding_window=None), {}, None, None),
     "qwen3": (dict(kind="Qwen3", head_dim=16), {}, None, None),
     "gemma, as released": (dict(kind="Gemma", **TIED), dict(hidden_act="gelu", tie_word_embeddings="gone"), None, None),
-    "biases": (dict(attention_bias=True), {}, None, "attention_bias=True"),
+    "biases": (dict(attention_bias=True), {}, None, "no place for the weight .*k_proj.bias"),
+    "small biases": (dict(mlp_bias=True), {}, lambda w: [w[n].mul_(1e-4) for n in w if n.endswith("bias")], "down_proj.bias"),
+    "gelu by another name": (dict(kind="Gemma"), dict(hidden_act="gelu_new"), None, None),
+    "exact gelu": (dict(kind="Gemma"), dict(hidden_act="gelu_python"), None, "hidden_act=gelu_python is not supported"),
+    "swish": ({}, dict(hidden_act="swish"), None, None),
+    "attention to later tokens": ({}, dict(is_causal=False), None, "is_causal=False"),
     "other weights": ({}, dict(transformers_weights="b"), None, "neither a safetensors"),
     "code of its own": ({}, dict(model_type="own", auto_map={"AutoConfig": "own.Config"}), None, "execute"),
     "another activation": ({}, dict(hidden_act="gelu"), None, "hidden_act"),
@@ -163,3 +168,26 @@ def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
     assert (cfg.rope_theta, cfg.kv_heads, cfg.window, cfg.block_size) == (1234.0, 2, 7, 64)
     with pytest.raises(UserError, match="owner/other is not a folder here and could not be downloaded"):
         huggingface.from_pretrained("owner/other")
+
+
+def test_the_check_of_an_import_allows_for_rounding_only(tmp_path):
+    """float32 moves the logits of a deep model with large weights by more than 1e-5. Each of its queries by a thousandth
+    is no rounding."""
+    theirs, gpt = saved_llama(tmp_path, num_hidden_layers=24), model_gpt
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_(0, 0.5) if p.ndim > 1 else p.fill_(1)
+    ours = gpt.Model(gpt.Config(**huggingface.gpt_fields(theirs))).eval()
+    ours.load_state_dict({name: theirs.state_dict()[huggingface.llama_name(name)] for name in ours.state_dict()})
+    kept, x = ours.wte.weight.clone(), torch.randint(97, (1, 64))
+    huggingface.check_same_logits(ours, theirs)
+    with torch.no_grad():
+        assert (ours(x)[0] - theirs(x).logits).abs().max() > 1e-5 * theirs(x).logits.abs().max()
+        assert torch.equal(ours.wte.weight, kept)
+        for p in ours.parameters():
+            p.mul_(0.1 if p.ndim > 1 else 1)
+        theirs.load_state_dict({huggingface.llama_name(name): w for name, w in ours.state_dict().items()})
+        huggingface.check_same_logits(ours, theirs)
+        ours.blocks[0].attn.wq.weight.mul_(1.001)
+    with pytest.raises(ValueError, match="model_gpt does not compute"):
+        huggingface.check_same_logits(ours, theirs)
