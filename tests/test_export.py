@@ -175,10 +175,12 @@ def test_an_export_replaces_an_export_and_nothing_else(data_dir, tmp_path, monke
 
 
 def test_transformers_has_no_advice_about_an_export(tmp_path, monkeypatch):
-    """It would call a Mistral's tokenizer incorrect if config.json did not say for which version it is."""
+    """It would call a Mistral's large tokenizer incorrect if config.json did not say for which version it is."""
     from transformers import AutoTokenizer, tokenization_utils_tokenizers as library
-    told, model = [], model_module("gpt")
-    huggingface.export(model.Model(model.Config(**{**SIZES, "vocab_size": 257}, n_layer=1, window=5)), ByteTokenizer(), tmp_path / "hf")
+    told, gpt, data = [], model_module("gpt"), smollm()
+    data["model"]["vocab"] |= {f"word{i}": i for i in range(len(data["model"]["vocab"]), 100_001)}
+    model = gpt.Model(gpt.Config(block_size=8, vocab_size=100_001, n_layer=1, n_head=1, n_embd=4, window=5))
+    huggingface.export(model, HFTokenizer(json.dumps(data), EOT), tmp_path / "hf")
     monkeypatch.setattr(library.logger, "warning", told.append)
-    AutoTokenizer.from_pretrained(tmp_path / "hf")
+    AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "mistral" and told == []
