@@ -162,13 +162,14 @@ class HarnessModel:
         self.cached = cached
 
     def encode(self, context, answer):
-        """Token ids of both sides, encoded as one text; each by itself where a token would
-        cross the join. Blanks at the context's end are the answer's, as lm_eval has it. An
-        empty context is end-of-text."""
+        """Token ids of both sides, encoded as one text. Where a token would cross the join, each
+        side is encoded by itself, the answer as a text that goes on. Blanks at the context's end
+        are the answer's, as lm_eval has it. An empty context is end-of-text."""
         start = context.rstrip()
         before, both = (self.tokenizer.encode(text) for text in (start, context + answer))
         if both[:len(before)] != before:
-            both = before + self.tokenizer.encode(context[len(start):] + answer)
+            answer = context[len(start):] + answer
+            both = before + self.tokenizer.encode_slice(answer, first=False).tolist()
         return before or [self.tokenizer.eot], both[len(before):]
 
     def loglikelihood(self, requests):

@@ -20,9 +20,9 @@ from common.data import TextBatches, load_data
 from common.options import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
-from test_prepare import EOT, smollm, write_model
+from test_prepare import EOT, llama2, smollm, write_model
 from common.huggingface import from_pretrained, hf_tokenizer
-from common.tokenizer import load_tokenizer
+from common.tokenizer import HFTokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -182,6 +182,16 @@ def test_the_numbers_are_those_of_lm_eval_with_transformers(llamas):
     greedy = [step[0] for step in stream(ours.model, [encode("hello")], 5, temperature=0)]
     pairs = [(encode("hello"), greedy), (encode("hello"), [*greedy[:4], 1 + greedy[4] % 200])]
     assert [is_greedy for _, is_greedy in ours.scores(pairs)] == [True, False]
+
+
+def test_an_answer_goes_on_where_its_context_ends():
+    """A tokenizer that puts a blank before a text puts none before an answer, also where a token would cross the join."""
+    tokenizer = HFTokenizer(json.dumps(llama2()), "</s>")
+    lm = HarnessModel(None, tokenizer, 1)
+    for context, answer in ("c", "at"), ("cat c", "at cat"), ("a", "t"), ("cat", " cat"), ("cat ", "cat"), ("", "cat"):
+        before, after = lm.encode(context, answer)
+        assert tokenizer.decode(before) == context.rstrip() and after
+        assert tokenizer.decode([*before, *after]) == context + answer, (context, answer)
 
 
 def test_what_fails_in_lm_eval_is_one_line(tasks, tmp_path, monkeypatch):
