@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from common.options import (UserError, first_line, model_module, need, note, read_json, read_text,
-                            replace_file)
-from common.tokenizer import HUB_NAME, HFTokenizer, byte_signs, check_back, words_of_bytes
+                         replace_file)
+from common.tokenizer import (HUB_NAME, HFTokenizer, byte_signs, check_back, no_panic,
+                              words_of_bytes)
 
 
 # ---- weights ----
@@ -229,10 +230,12 @@ def hf_tokenizer(name) -> HFTokenizer:
         config, file = folder / "tokenizer_config.json", folder / "tokenizer.json"
         eos = read_json(config).get("eos_token") if config.exists() else None
         eos = eos["content"] if isinstance(eos, dict) else eos  # older files
-        tokenizer = read_tokenizer(read_text(file, file), eos)
-        added = tokenizer.library.get_added_tokens_decoder().values()
-        text = PROBE + "".join(f"  {token.content}  b" for token in added) + "  "
-        if text != check_back(text, tokenizer.decode(tokenizer.encode(text))):
+        with no_panic():
+            tokenizer = read_tokenizer(read_text(file, file), eos)
+            added = tokenizer.library.get_added_tokens_decoder().values()
+            text = PROBE + "".join(f"  {token.content}  b" for token in added) + "  "
+            back = tokenizer.decode(tokenizer.encode(text))
+        if text != check_back(text, back):
             note(f"hf:{name} gives some texts back in another form (Unicode's NFC, or a blank for "
                  f"▁): bytes are counted in that form")
         return tokenizer

@@ -4,6 +4,7 @@ Hugging Face models. to_dict() holds all that load_tokenizer needs, so that it r
 and downloads nothing.
 """
 import base64
+import contextlib
 import os
 import re
 import sys
@@ -124,6 +125,8 @@ class BPETokenizer(Tokenizer):
         super().__init__(len(ids) + 1, len(ids), "bpe", pattern=pattern, ranks=ranks)
         self.bpe = need("tiktoken").Encoding(
             "nanorecur", pat_str=pattern, mergeable_ranks=ids, special_tokens={})
+        text = "".join(map(chr, range(512)))    # a broken pattern may leave out some, or panic
+        check_back(text, self.decode(self.encode(text)))
 
     def encode_slice(self, text, first=True) -> np.ndarray:
         return np.array(self.bpe.encode_ordinary(text), dtype=np.uint32)
@@ -186,11 +189,31 @@ def load_tokenizer(saved) -> Tokenizer:
     """Return the tokenizer of a meta.json or a checkpoint. UserError if it is malformed."""
     try:
         made_of = {name: value for name, value in saved.items() if name != "kind"}
-        return KINDS[saved["kind"]](**made_of)
+        with no_panic():
+            return KINDS[saved["kind"]](**made_of)
     except UserError:  # of a missing package
         raise
     except Exception as e:  # the libraries have no classes of their own
         raise UserError(f"malformed tokenizer: {type(e).__name__}: {first_line(e)}") from None
+
+
+@contextlib.contextmanager
+def no_panic():
+    """Inside, a panic of a library in Rust is a ValueError, and what Rust prints about it is not
+    shown. pyo3's PanicException is no Exception."""
+    sys.stderr.flush()
+    shown, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    except BaseException as e:
+        if type(e).__module__ != "pyo3_runtime":
+            raise
+        raise ValueError(first_line(e)) from None
+    finally:
+        os.dup2(shown, 2)
+        os.close(shown)
+        os.close(nowhere)
 
 
 def check_back(text, back) -> str:

@@ -27,7 +27,7 @@ from common.options import UserError, unlock
 from conftest import ROOT, python
 from common.data import load_data
 from common.huggingface import hf_tokenizer, read_tokenizer
-from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, load_tokenizer,
+from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, in_base64, load_tokenizer,
                               slices, train_bpe)
 
 EOT = "<|endoftext|>"
@@ -239,6 +239,21 @@ def test_refused_models(tmp_path, parts, message):
     """A model is also refused if texts do not come back from it, because its bits per byte would compare with none."""
     with pytest.raises(UserError, match=message):
         hf_tokenizer(write_model(tmp_path, {**smollm(260), **parts}))
+
+
+@pytest.mark.parametrize("broken", [
+    lambda: hf_tokenizer("."),                      # tokenizer.json is one whose file is damaged
+    *(lambda pattern=pattern: load_tokenizer({"kind": "bpe", "pattern": pattern, "ranks": in_base64(bytes([i]) for i in range(256))})
+      for pattern in ("", "a*", "[0-9]+"))])
+def test_a_panic_of_rust_is_one_error(tmp_path, monkeypatch, capfd, broken):
+    """Rust prints lines of its own, which are not shown. What is printed afterwards is. A pattern that leaves out text is as bad."""
+    charsmap = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+    write_model(tmp_path, {**smollm(260), **charsmap})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"hf:\. cannot be used|malformed tokenizer|not every text comes back"):
+        broken()
+    os.write(2, b"afterwards")
+    assert capfd.readouterr().err == "afterwards"
 
 
 def normalized(*steps):
