@@ -9,9 +9,9 @@ Every table and picture of RESULTS.md, again: runs what is missing, then writes 
 
 The runs of experiments/NAME.yaml are out/NAME-*. results/NAME.jsonl has a line for each command
 that is done: it is not run again (a run is, if its config file has other values today). So a
-reproduction that was stopped goes on where it was. A line has the fingerprints of the text and of
-the model's files; where they are others today, this is told. To repeat a run, delete its line and
-its folder.
+reproduction that was stopped goes on where it was. A line has the fingerprints of the prepared
+text and of the model's files. Where they are others today, this is told, and so is a text that has
+changed since it was prepared. To repeat a run, delete its line and its folder.
 """
 import ast
 import hashlib
@@ -39,6 +39,7 @@ from common.options import (HERE, TrainConfig, UserError, asks_help, check_known
                             load_yaml, lock, model_module, note, read_json, replace_file, run_cli,
                             split_args, typed_config)
 from lab.plot import draw
+from prepare import tell_changes
 
 LAB, OUT = HERE / "lab", HERE / "out"
 TIERS = "quick", "cpu", "gpu"
@@ -158,8 +159,16 @@ def made_from(run):
     cfg = typed_config(TrainConfig, {key: values[key] for key in where})
     meta = data_folder(cfg) / "meta.json"
     splits = read_json(meta)["splits"] if meta.exists() else {}
+    if splits:
+        tell_text(meta)
     text = " ".join(splits[split]["sha256"] for split in ("train", "val") if split in splits)
     return {"text": text or None, "model": code_of(f"model_{values['model']}")}
+
+
+@cache
+def tell_text(meta):
+    """Tell once where a text has changed since it was prepared: runs read what was prepared."""
+    tell_changes(meta.parent, read_json(meta))
 
 
 @cache

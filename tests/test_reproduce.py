@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import prepare
 from common.options import UserError, split_args
 from common.process import read_config
 from conftest import ROOT, move
@@ -174,6 +175,15 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     assert told(first, first) == "2 of these runs were made with another model"
     meta.write_text(split("c"))
     assert told(first, {}) == "1 of these runs were made with another model and text"
+    (tmp_path / "book.txt").write_text("a text")
+    source = prepare.fingerprint([tmp_path / "book.txt"])
+    meta.write_text(json.dumps({**json.loads(split("a")), "dataset": f"file:{tmp_path / 'book.txt'}", "source": source}))
+    assert told(None, None) == ""
+    (tmp_path / "book.txt").write_text("a text and more")
+    reproduce.tell_text.cache_clear()
+    assert "book.txt has another size, date, content than when " in told(None, None) and told(None, None) == ""
+    meta.write_text(split("c"))
+    told(first, {})
     for run in runs:
         run.folder.mkdir(parents=True)
     reproduce.forget(runs)
