@@ -10,8 +10,8 @@ The trainer of every model: one process on a CPU or GPU, or many through torchru
                                                         has made; fsdp=true shards
     python train.py help model=rt                       every option, those of model=rt too
 
-Options are those of TrainConfig (common/options.py; common/process.py merges file, checkpoint and
-command line) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last state),
+Options are those of TrainConfig (common/options.py, where file, checkpoint and command line are
+merged) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last state),
 best.pt (the best validation loss), log.jsonl and curves.png. `step` counts completed optimizer
 steps.
 
@@ -43,14 +43,14 @@ import torch
 from tqdm import tqdm
 
 import graphs
-from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_initial, make_model,
+from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_initial, load_start,
                                newest, read_log, save_checkpoint, sync_folder)
 from common.data import TextBatches, bits_per_byte, data_folder, is_task, open_data
 from common.device import (Processes, autocast, device_name, gpu_peaks, in_bfloat16, precision)
-from common.options import (TrainConfig, UserError, as_command, asks_help, first_line, help_text,
-                            lock, model_module, note, replace_file, run_cli, say, split_args)
+from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
+                            help_text, lock, merge, model_module, note, replace_file, run_cli, say,
+                            split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
-from common.process import config_file, read_config
 from common.sharded import gathered, shard, whole
 from common.tasks import count_right
 from prepare import PrepareConfig, prepare, tell_changes
@@ -92,7 +92,7 @@ def setup(argv):
     prepares the data set that it needs; several would wait for it longer than they may, so that
     they are refused with the command that makes it."""
     given = split_args(argv)[1]
-    cfg, model_fields, ckpt = read_config(given)
+    cfg, model_fields, ckpt = merge(given, load_start)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
     procs = Processes(cfg)
     procs.join()
@@ -170,6 +170,20 @@ def fit_to_data(cfg, given, batches):
         ids = batches.cut(batches.val, [0])[0][0, :16].tolist()
         text = data.tokenizer.decode(ids).replace("\0", "")    # which no option holds
         cfg.sample_prompt = text.rstrip("\ufffd") or text
+
+
+def make_model(cfg, fields, ckpt, vocab_size):
+    """The model, initialised from the seed or with the checkpoint's weights. vocab_size is the
+    data's; an option may give a larger one."""
+    fields = {"vocab_size": vocab_size, **fields}
+    if fields["vocab_size"] < vocab_size:
+        raise UserError(f"vocab_size={fields['vocab_size']} is less than the data's {vocab_size} "
+                        f"tokens")
+    torch.manual_seed(cfg.seed)
+    if ckpt is not None:
+        return build_model(ckpt, **fields)
+    module = model_module(cfg.model)
+    return module.Model(module.Config(**fields))
 
 
 def set_budget(cfg, model, step=0, flops=0.0):

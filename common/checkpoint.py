@@ -127,20 +127,6 @@ def build_model(ckpt, **overrides):
     return model
 
 
-def make_model(cfg, fields, ckpt, vocab_size):
-    """The model, initialised from the seed or with the checkpoint's weights. vocab_size is the
-    data's; an option may give a larger one."""
-    fields = {"vocab_size": vocab_size, **fields}
-    if fields["vocab_size"] < vocab_size:
-        raise UserError(f"vocab_size={fields['vocab_size']} is less than the data's {vocab_size} "
-                        f"tokens")
-    torch.manual_seed(cfg.seed)
-    if ckpt is not None:
-        return build_model(ckpt, **fields)
-    module = model_module(cfg.model)
-    return module.Model(module.Config(**fields))
-
-
 def fingerprint(ckpt) -> str:
     """Return the SHA-256 of what a checkpoint computes: of its model and its weights."""
     found = hashlib.sha256(json.dumps([ckpt["model"], ckpt["model_config"]]).encode())
@@ -159,6 +145,19 @@ def load_run(path, device="cpu", dtype="float32", **overrides):
     ckpt = load_checkpoint(path)
     model = build_model(ckpt, **overrides).to(device, getattr(torch, dtype)).eval()
     return model, load_tokenizer(ckpt["tokenizer"]), ckpt
+
+
+def load_start(start):
+    """Return the checkpoint that a call of train.py starts from, or None. The TrainConfig `start`
+    says which, and is changed to what is done: resume=auto becomes true or false, and init_from
+    becomes empty if the checkpoint is the run's own."""
+    own = newest(start.folder)
+    if start.resume == "auto":                  # of a run that a scheduler starts again and again
+        start.resume = "true" if own.exists() else "false"
+    if start.resume == "true" or start.eval_only and not start.init_from:
+        start.init_from = ""
+        return load_checkpoint(own)
+    return load_initial(start.init_from) if start.init_from else None
 
 
 def load_initial(path, option="init_from"):

@@ -18,7 +18,7 @@ import re
 import shlex
 import sys
 import typing
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 
 import yaml
@@ -313,78 +313,6 @@ def model_module(name):
     return module
 
 
-# ---- the options of training ----
-
-# options that are of one call of train.py: no checkpoint sets them
-START = {"run", "out_dir", "init_from", "resume", "overwrite", "eval_only"}
-
-
-@dataclass
-class TrainConfig(Options):
-    """The options of train.py; those of a model stand in its file, with its Config."""
-    run: str = ""  # folder of results (default: the config's name)
-    out_dir: str = "out"  # where run folders are
-    init_from: str = ""  # start from a run or Hugging Face model
-    resume: str = choice("false", "true", "auto")  # go on from ckpt.pt; auto: if there is one
-    overwrite: bool = False  # let a new run replace this one
-    eval_only: bool = False  # only evaluate ckpt.pt, or init_from
-    model: str = "gpt"  # which model_<name>.py, here or in lab/experiments
-    config: str = ""  # YAML file of options (default: configs/<model>_tiny.yaml)
-    # data
-    dataset: str = "python"  # as for prepare.py; or task:NAME
-    tokenizer: str = "byte"  # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
-    data_dir: str = "data"  # where prepared data sets are
-    task_examples: int = 0  # fixed examples of a task (0: its own number)
-    batch_size: int = 12  # sequences in one forward pass (a micro-batch)
-    gradient_accumulation_steps: int = 1  # micro-batches a step
-    # optimization
-    max_steps: int = 2000  # optimizer steps
-    max_flops: float = 0.0  # FLOPs of training; sets max_steps (0: no limit)
-    optimizer: str = choice("adamw", "muon")  # muon: for the blocks' matrices only
-    learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: see common/optim.py)
-    muon_learning_rate: float = 0.02  # Muon's peak
-    muon_momentum_steps: int = 0  # steps of its rise from 0.85
-    weight_decay: float = 0.1  # on matrices and embeddings (lrt with muon: on matrices)
-    decay_schedule: str = choice("constant", "linear")  # of weight_decay
-    beta1: float = 0.9  # AdamW (lrt with muon: its own)
-    beta2: float = 0.99  # AdamW (lrt with muon: its own)
-    grad_clip: float = 1.0  # largest gradient norm (0: no clipping)
-    lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: constant, then falls
-    warmup_steps: int = 100  # linear warm-up of cosine and trapezoid
-    cooldown_frac: float = 0.2  # of the steps: the end that falls, of linear and trapezoid
-    min_lr_frac: float = 0.1  # where all schedules end, of the peak
-    # evaluation and logging
-    eval_interval: int = 250  # steps between evaluations and checkpoints
-    keep_interval: int = 0  # steps between step_N.pt, kept (0: none)
-    eval_batches: int = 40  # micro-batches of an evaluation (0: all)
-    exact_batches: int = 0  # of these, lrt's exact, slow ones (0: all)
-    log_interval: int = 10  # steps between lines in log.jsonl
-    sample_prompt: str = ""  # what the sample at the end continues (default: val's first words)
-    sample_tokens: int = 256  # its length in tokens (0: no sample)
-    # how to run
-    seed: int = 1337  # of the weights, the batches and dropout
-    device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
-    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 on cuda
-    compile: str = choice("auto", "true", "false", "graph")  # true: torch.compile; auto: on cuda
-    fsdp: bool = False  # torchrun: shard weights and optimizer (FSDP2)
-    teacher: str = ""  # distil from this model, named as in init_from
-
-    def __post_init__(self):
-        numbers = {f.name: (0, None) for f in fields(self) if f.type in (int, float)}
-        counts = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_steps",
-                                "eval_interval", "log_interval"), (1, None))
-        self.between(**{**numbers, **counts, "sample_tokens": (0, 2 ** 20),
-                        "beta1": (0, 0.99999), "beta2": (0, 0.99999),
-                        "cooldown_frac": (0, 1), "min_lr_frac": (0, 1)})
-        if self.resume != "false" and self.overwrite:
-            raise ValueError(f"resume={self.resume} and overwrite=true exclude each other")
-
-    @property
-    def folder(self):
-        """out_dir/run. run must be a plain name: it cannot leave out_dir."""
-        return Path(self.out_dir) / check_name(self.run, "run")
-
-
 # ---- files and names ----
 
 def check_name(name, what="name") -> str:
@@ -488,3 +416,191 @@ def need(module):
         return importlib.import_module(module)
     except ImportError:
         raise UserError(f"the package {module} is missing: pip install {module}") from None
+
+
+# ---- the options of training ----
+
+@dataclass
+class TrainConfig(Options):
+    """The options of train.py; those of a model stand in its file, with its Config."""
+    run: str = ""  # folder of results (default: the config's name)
+    out_dir: str = "out"  # where run folders are
+    init_from: str = ""  # start from a run or Hugging Face model
+    resume: str = choice("false", "true", "auto")  # go on from ckpt.pt; auto: if there is one
+    overwrite: bool = False  # let a new run replace this one
+    eval_only: bool = False  # only evaluate ckpt.pt, or init_from
+    model: str = "gpt"  # which model_<name>.py, here or in lab/experiments
+    config: str = ""  # YAML file of options (default: configs/<model>_tiny.yaml)
+    # data
+    dataset: str = "python"  # as for prepare.py; or task:NAME
+    tokenizer: str = "byte"  # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
+    data_dir: str = "data"  # where prepared data sets are
+    task_examples: int = 0  # fixed examples of a task (0: its own number)
+    batch_size: int = 12  # sequences in one forward pass (a micro-batch)
+    gradient_accumulation_steps: int = 1  # micro-batches a step
+    # optimization
+    max_steps: int = 2000  # optimizer steps
+    max_flops: float = 0.0  # FLOPs of training; sets max_steps (0: no limit)
+    optimizer: str = choice("adamw", "muon")  # muon: for the blocks' matrices only
+    learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: see common/optim.py)
+    muon_learning_rate: float = 0.02  # Muon's peak
+    muon_momentum_steps: int = 0  # steps of its rise from 0.85
+    weight_decay: float = 0.1  # on matrices and embeddings (lrt with muon: on matrices)
+    decay_schedule: str = choice("constant", "linear")  # of weight_decay
+    beta1: float = 0.9  # AdamW (lrt with muon: its own)
+    beta2: float = 0.99  # AdamW (lrt with muon: its own)
+    grad_clip: float = 1.0  # largest gradient norm (0: no clipping)
+    lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: constant, then falls
+    warmup_steps: int = 100  # linear warm-up of cosine and trapezoid
+    cooldown_frac: float = 0.2  # of the steps: the end that falls, of linear and trapezoid
+    min_lr_frac: float = 0.1  # where all schedules end, of the peak
+    # evaluation and logging
+    eval_interval: int = 250  # steps between evaluations and checkpoints
+    keep_interval: int = 0  # steps between step_N.pt, kept (0: none)
+    eval_batches: int = 40  # micro-batches of an evaluation (0: all)
+    exact_batches: int = 0  # of these, lrt's exact, slow ones (0: all)
+    log_interval: int = 10  # steps between lines in log.jsonl
+    sample_prompt: str = ""  # what the sample at the end continues (default: val's first words)
+    sample_tokens: int = 256  # its length in tokens (0: no sample)
+    # how to run
+    seed: int = 1337  # of the weights, the batches and dropout
+    device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
+    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 on cuda
+    compile: str = choice("auto", "true", "false", "graph")  # true: torch.compile; auto: on cuda
+    fsdp: bool = False  # torchrun: shard weights and optimizer (FSDP2)
+    teacher: str = ""  # distil from this model, named as in init_from
+
+    def __post_init__(self):
+        numbers = {f.name: (0, None) for f in fields(self) if f.type in (int, float)}
+        counts = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_steps",
+                                "eval_interval", "log_interval"), (1, None))
+        self.between(**{**numbers, **counts, "sample_tokens": (0, 2 ** 20),
+                        "beta1": (0, 0.99999), "beta2": (0, 0.99999),
+                        "cooldown_frac": (0, 1), "min_lr_frac": (0, 1)})
+        if self.resume != "false" and self.overwrite:
+            raise ValueError(f"resume={self.resume} and overwrite=true exclude each other")
+
+    @property
+    def folder(self):
+        """out_dir/run. run must be a plain name: it cannot leave out_dir."""
+        return Path(self.out_dir) / check_name(self.run, "run")
+
+
+# ---- merging: defaults < config file < checkpoint < command line ----
+
+# Who sets an option if a call of train.py starts from a checkpoint. The last one wins.
+#
+#                             resume=true, eval_only=true     init_from=
+#     START                   file, command line              file, command line
+#     others of TrainConfig   checkpoint, command line        file, command line
+#     fast                    checkpoint, command line        file, command line
+#     NOT_IN_WEIGHTS          checkpoint, command line        checkpoint, a file that config=
+#                                                             names, command line
+#     others of the model     checkpoint                      checkpoint
+#
+# START is what one call does. NOT_IN_WEIGHTS are fields of a model that its weights do not fix; the
+# NOT_IN_WEIGHTS of a model's Config are more of them.
+START = {"run", "out_dir", "init_from", "resume", "overwrite", "eval_only"}
+NOT_IN_WEIGHTS = {"fast", "dropout", "block_size"}
+
+
+def merge(given, load):
+    """Return the TrainConfig, the fields of the model's Config, and the checkpoint or None.
+
+    `given` are the options of the command line, as text. `load` is load_start of
+    common/checkpoint.py, which imports this file. The fields have no vocab_size where nothing sets
+    it, because it is the data's then."""
+    file, kept = config_file(given), {}
+    named = file if "config" in given else {}
+    start = typed_config(TrainConfig, chosen({**file, **given}, START))
+    if start.eval_only and "init_from" not in given:
+        start.init_from = ""        # the run is evaluated, and not what its file begins it with
+    ckpt = load(start)
+    if ckpt is not None and start.init_from:
+        ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
+        file = config_file({"model": ckpt["model"], **given})
+        left = {"fast"} | not_in_weights(ckpt) & named.keys()
+        kept = {"model": ckpt["model"], **ckpt["model_config"]}
+        kept = chosen(kept, kept.keys() - left)
+    elif ckpt is not None:
+        check_same_model(given.get("model", ckpt["model"]), ckpt)
+        options = names(TrainConfig, model_module(ckpt["model"]).Config)
+        kept = known({**ckpt["config"], **ckpt["model_config"]}, options, start.folder)
+        file, kept = chosen(file, START), chosen(kept, kept.keys() - START)
+        tell_ignored(chosen(named, kept.keys() - given.keys()), kept)
+    values = {**file, **kept, **given, "resume": start.resume, "init_from": start.init_from}
+    dataset = {**file, **kept}.get("dataset", TrainConfig.dataset)
+    if values.get("dataset", dataset) != dataset:           # a prompt is for its data set only
+        values["sample_prompt"] = given.get("sample_prompt", "")
+    if "max_steps" in given:                                # the file's budget, or the checkpoint's
+        values["max_flops"] = given.get("max_flops", "0")
+    return *typed(values, given, ckpt), ckpt
+
+
+def typed(values, given, ckpt):
+    """Return the TrainConfig and the fields of the model's Config that values set. UserError if
+    two of them exclude each other, or if one does not fit the weights."""
+    schemas = TrainConfig, model_module(values.get("model", TrainConfig.model)).Config
+    check_known(values, names(*schemas))
+    cfg, model = (typed_config(schema, chosen(values, names(schema))) for schema in schemas)
+    if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
+        raise UserError("max_flops sets max_steps: give one of the two")
+    for name, old in ckpt["model_config"].items() if ckpt else ():
+        if getattr(model, name) != old and name not in not_in_weights(ckpt):
+            raise UserError(f"{name}={getattr(model, name)}, but the checkpoint's model has "
+                            f"{name}={old}")
+    if cfg.resume != "true" and not cfg.eval_only and not Path(cfg.config).exists():
+        note(f"there is no {cfg.config}: this is dataset={cfg.dataset} tokenizer={cfg.tokenizer} "
+             f"optimizer={cfg.optimizer} max_steps={cfg.max_steps}, and what else is not given "
+             f"has its default (train.py help)")
+    model_fields = asdict(model)
+    if "vocab_size" not in values:
+        del model_fields["vocab_size"]
+    return cfg, model_fields
+
+
+def config_file(given):
+    """The values of the file that config= names, or else of configs/MODEL_tiny.yaml."""
+    tiny = HERE / "configs" / f"{given.get('model', TrainConfig.model)}_tiny.yaml"
+    file = home(given.get("config", str(tiny)))
+    yaml = load_yaml(file) if "config" in given or tiny.exists() else {}
+    return {"run": plain_name(Path(file).stem), **yaml, "config": file}
+
+
+def check_same_model(name, ckpt):
+    if name != ckpt["model"]:
+        raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
+
+
+def as_weights_of(name, ckpt):
+    """A checkpoint as the start of model `name`: its own, or that of a model in its
+    Config.CONVERTS_FROM, with the fields that both have; build_model converts the weights."""
+    config, origin = model_module(name).Config, model_module(ckpt["model"]).Config
+    if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()) or name == ckpt["model"]:
+        check_same_model(name, ckpt)
+        return ckpt
+    old = ckpt["model_config"]
+    for f in fields(origin):
+        if f.name not in names(config) and old.get(f.name, f.default) != f.default:
+            raise UserError(f"the checkpoint's model has {f.name}={old[f.name]}, "
+                            f"which model={name} has not")
+    shared = {key: old[key] for key in names(config) & old.keys()}
+    return {**ckpt, "model": name, "model_config": shared, "converts": True}
+
+
+def not_in_weights(ckpt):
+    """Return the fields of a checkpoint's model that may change."""
+    more = getattr(model_module(ckpt["model"]).Config, "NOT_IN_WEIGHTS", ())
+    return {*NOT_IN_WEIGHTS, *more, *["n_layer"] * ("converts" in ckpt)}
+
+
+def tell_ignored(file, kept):
+    """Print where a file has another value than the run, whose own stays."""
+    for name in sorted(file):
+        if file[name] != kept[name]:
+            note(f"{name}={kept[name]} is the run's own and stays; the file has {file[name]} (an "
+                 f"option on the command line would change it)")
+
+
+def chosen(values, names):
+    return {name: value for name, value in values.items() if name in names}

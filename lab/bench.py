@@ -51,13 +51,12 @@ from torch.utils._pytree import tree_leaves
 
 import graphs
 import kernels
-from common.checkpoint import check_tokenizer, load_run, make_model
+from common.checkpoint import build_model, check_tokenizer, load_run, load_start
 from common.data import open_data
 from common.device import device_name, gpu_peaks, pick_device
-from common.options import (Options, UserError, model_module, names, run_cli, split_args,
+from common.options import (Options, UserError, merge, model_module, names, run_cli, split_args,
                             typed_config)
 from common.optim import make_optimizers
-from common.process import read_config
 from model_gpt import visible_keys
 from serve import Engine, Request, loop_fractions
 
@@ -632,7 +631,7 @@ def main(argv):
     model = "rat" if name == "throughput" else name
     if given.setdefault("model", model) != model:
         raise UserError(f"model={given['model']}: lab.bench {name} is of model={model}")
-    cfg, model_fields, ckpt = read_config(given)
+    cfg, model_fields, ckpt = merge(given, load_start)
     model_cfg, device = model_module(model).Config(**model_fields), pick_device(cfg.device)
     if model_cfg.block_size < 2:
         raise UserError("block_size=1: decoding needs at least 2 tokens")
@@ -643,7 +642,7 @@ def main(argv):
         trained = SimpleNamespace(**ckpt.get("config", asdict(cfg)))
         check_tokenizer(ckpt, data := open_data(trained)["val"], cfg.init_from)
         text = data.windows([0], min(data.tokens, 100_000))[0]
-        model = make_model(cfg, model_fields, ckpt, ckpt["model_config"]["vocab_size"])
+        model = build_model(ckpt, **model_fields)
         return bench_requests(name, model.to(device).eval(), text, device, own)
     BENCHES[name](model_cfg, cfg, device, own)
 

@@ -15,8 +15,7 @@ import runs
 import sample
 import serve
 import train
-from common.options import TrainConfig
-from common.process import read_config
+from common.options import TrainConfig, merge
 from conftest import ROOT, snapshot
 
 # the text files of the world, by name
@@ -170,7 +169,7 @@ def test_values_of_a_config_file_are_those_of_the_command_line(tmp_path, monkeyp
     assert (cfg.max_steps, cfg.learning_rate, cfg.grad_clip, cfg.seed, cfg.compile) == (100, 1e-3, 0.5, 1000, "true")
     assert cfg.out_dir == os.path.expanduser("~/out") and cfg.init_from == os.path.expanduser("~/x")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert read_config({"config": "~/x.yaml", "init_from": ""})[0].folder == tmp_path / "out" / "7"
+    assert merge({"config": "~/x.yaml", "init_from": ""}, checkpoint.load_start)[0].folder == tmp_path / "out" / "7"
     assert options.split_args(["~/out/r"], most=1)[0] == [f"{tmp_path}/out/r"]
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import model_relaxed
-from common import checkpoint, process
+from common import checkpoint
 import runs
 import train
-from common.options import UserError
+from common.options import UserError, as_weights_of, merge
 from conftest import relative, tiny
 from test_gpt import dense_heads, rotate
 from test_models import assert_cache_is_forward, tokens
@@ -195,7 +195,7 @@ def test_a_norm_near_zero_is_refused_by_name():
 def test_converted_by_init_from(tmp_path, data_dir):
     """A conversion at full rank is the source, with all its settings."""
     source = runs.run("gpt", tmp_path, data_dir, "n_layer=4", "max_steps=2", "rope_theta=10").folder
-    _, fields, ckpt = process.read_config(dict(model="relaxed", init_from=str(source), rank="1000", n_loop="4"))
+    _, fields, ckpt = merge(dict(model="relaxed", init_from=str(source), rank="1000", n_loop="4"), checkpoint.load_start)
     ours, theirs = checkpoint.build_model(ckpt, **fields), checkpoint.load_run(source)[0]
     assert relative(ours.eval()(x := tokens(2, 9))[0], theirs(x)[0]) < 1e-5
 
@@ -203,7 +203,7 @@ def test_converted_by_init_from(tmp_path, data_dir):
 @pytest.mark.parametrize("model", ["relaxed", "mor"])
 def test_a_source_with_an_option_that_the_model_has_not_is_refused(model):
     with pytest.raises(UserError, match=f"window=16, which model={model} has not"):
-        process.as_weights_of(model, {"model": "gpt", "model_config": {"window": 16, "n_embd": 16}})
+        as_weights_of(model, {"model": "gpt", "model_config": {"window": 16, "n_embd": 16}})
 
 
 def test_the_distance_from_the_teacher():

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import prepare
-from common.options import UserError, split_args
-from common.process import read_config
+from common.checkpoint import load_start
+from common.options import UserError, merge, split_args
 from conftest import ROOT, move
 from lab import reproduce
 from runs import SIZES, SMALL
@@ -39,7 +39,7 @@ def test_every_experiment_has_known_keys(name):
     assert experiment.tier in reproduce.TIERS and (experiment.rows or experiment.bench)
     for run in reproduce.plan(experiment):
         if run.seed == 1:
-            read_config({**split_args(run.arguments)[1], "init_from": "", "run": "r"})
+            merge({**split_args(run.arguments)[1], "init_from": "", "run": "r"}, load_start)
 
 
 def test_results_have_a_place_for_every_experiment_and_name_no_machine():

@@ -26,8 +26,7 @@ import prepare
 import runs
 import sample
 import train
-from common.options import TrainConfig, UserError
-from common.process import read_config
+from common.options import TrainConfig, UserError, merge
 from conftest import MODELS, ROOT, TORCHRUN, move, python, snapshot, tiny, two_processes
 from emulated_graphs import emulate
 
@@ -184,7 +183,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
         fields = train.setup([*start, f"config={tmp_path / 'long.yaml'}"]).model.cfg
         assert fields.block_size == 32 and fields.dropout == 0.25 and fields.n_embd == 16
     folder = runs.run("rat", tmp_path / "b", data_dir, "max_steps=1").folder
-    cfg, fields, _ = read_config({"init_from": str(folder)})
+    cfg, fields, _ = merge({"init_from": str(folder)}, checkpoint.load_start)
     assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16), "the config file of their model"
 
 
@@ -508,7 +507,7 @@ def test_a_file_that_is_no_model(text, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "model_broken", raising=False)
     with pytest.raises(UserError, match="model_broken.py is not a model file: it needs a dataclass Config with block_size"):
-        read_config({"model": "broken"})
+        merge({"model": "broken"}, checkpoint.load_start)
 
 
 def test_the_trial_changes_nothing(tmp_path, data_dir, monkeypatch):
