@@ -46,13 +46,13 @@ import graphs
 from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_initial, load_start,
                                newest, read_log, save_checkpoint, sync_folder)
 from common.data import TextBatches, bits_per_byte, data_folder, is_task, open_data
-from common.device import (Processes, autocast, device_name, gpu_peaks, in_bfloat16, precision)
+from common.device import Processes, device_name, gpu_peaks
 from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
                             help_text, lock, merge, model_module, note, replace_file, run_cli, say,
                             split_args)
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.sharded import gathered, shard, whole
-from common.tasks import count_right
+from common.tasks import TaskBatches, count_right
 from prepare import PrepareConfig, prepare, tell_changes
 from sample import sample_text
 
@@ -88,28 +88,29 @@ class Run:
 
 
 def setup(argv):
-    """Arguments -> a Run. All is checked before anything but a data set is written. One process
-    prepares the data set that it needs; several would wait for it longer than they may, so that
-    they are refused with the command that makes it."""
+    """Arguments -> a Run. All is checked before anything but a data set is written."""
     given = split_args(argv)[1]
     cfg, model_fields, ckpt = merge(given, load_start)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
     procs = Processes(cfg)
-    procs.join()
-    procs.each(check_new, cfg)
-    check_graph(cfg, procs)
-    local = cfg.dataset == "python" or cfg.dataset.startswith("file:")
-    if procs.world == 1 and local and not data_folder(cfg).exists():
-        prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
-    batches, model, teacher = procs.each(read_all, cfg, given, model_fields, ckpt, procs.device)
+    with procs.together():
+        check_new(cfg)
+        check_graph(cfg, procs)
+        batches = open_batches(cfg, model_fields["block_size"], procs.world)
+        if ckpt is not None and not is_task(cfg.dataset):
+            check_tokenizer(ckpt, batches.train, cfg.init_from or cfg.folder)
+        fit_to_data(cfg, given, batches)
+        model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size).to(procs.device)
+        set_budget(cfg, model, *((ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()))
+        teacher = load_teacher(cfg, model, batches.train)
     if cfg.fsdp:
         shard(model, blocks_of(model), procs.device, procs.world)
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs), micro_step,
               make_optimizers(model, cfg), *teacher)
+    if not cfg.eval_only:
+        try_micro_step(run)
     if cfg.compile == "graph" and not cfg.eval_only:
         run.micro_step = record_micro_step(run)
-    elif not cfg.eval_only:
-        try_micro_step(run)
     if cfg.resume == "true":
         check_teacher(run, ckpt, "teacher" in given)
         restore(run, ckpt)
@@ -121,33 +122,41 @@ def setup(argv):
         raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
                         f"the same on every node")
     if not cfg.eval_only:
-        procs.each(claim_folder, run)
+        with procs.together():
+            claim_folder(run)
     if procs.master:
         describe(run)
     return run
 
 
-def read_all(cfg, given, model_fields, ckpt, device):
-    """Return the data, the model, and the teacher with its fingerprint, which all fit together."""
-    batches = open_batches(cfg, model_fields["block_size"])
-    data = batches.train
-    if not is_task(cfg.dataset):
-        tell_changes(data.folder, data.meta)
-    if ckpt is not None:
-        check_tokenizer(ckpt, data, cfg.init_from or cfg.folder)
-    fit_to_data(cfg, given, batches)
-    model = make_model(cfg, model_fields, ckpt, data.vocab_size).to(device)
-    if cfg.sample_tokens and not cfg.eval_only and not is_task(cfg.dataset):
-        model.init_cache(1, 1)                  # a model without a cache says so before it trains
-    set_budget(cfg, model, *((ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()))
-    return batches, model, load_teacher(cfg, model, data)
+def check_new(cfg):
+    """UserError if the run would replace another one."""
+    allowed = cfg.resume == "true" or cfg.overwrite or cfg.eval_only
+    if newest(cfg.folder).exists() and not allowed:
+        raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
+                        f"overwrite=true replaces it, run=NAME starts another run")
 
 
-def open_batches(cfg, block_size):
+def check_graph(cfg, procs):
+    """UserError if compile=graph is given where no step can be recorded."""
+    one_gpu = procs.world == 1 and graphs.recordable(torch.empty(0, device=procs.device))
+    if cfg.compile == "graph" and not cfg.eval_only and not one_gpu:
+        raise UserError(f"compile=graph needs one process on a CUDA GPU, and triton; here are "
+                        f"{procs.world} on {procs.device.type} (compile=auto runs anywhere)")
+
+
+def open_batches(cfg, block_size, world):
+    """Return the batches of a task or of a data set. One process prepares the data set that it
+    needs; several would wait for it longer than they may, so that they are refused with the
+    command that makes it."""
     if is_task(cfg.dataset):
-        from common.tasks import TaskBatches
         return TaskBatches(cfg, block_size)
-    return TextBatches(open_data(cfg), cfg, block_size)
+    local = cfg.dataset == "python" or cfg.dataset.startswith("file:")
+    if world == 1 and local and not data_folder(cfg).exists():
+        prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
+    batches = TextBatches(open_data(cfg), cfg, block_size)
+    tell_changes(batches.train.folder, batches.train.meta)
+    return batches
 
 
 def fit_to_data(cfg, given, batches):
@@ -181,9 +190,13 @@ def make_model(cfg, fields, ckpt, vocab_size):
                         f"tokens")
     torch.manual_seed(cfg.seed)
     if ckpt is not None:
-        return build_model(ckpt, **fields)
-    module = model_module(cfg.model)
-    return module.Model(module.Config(**fields))
+        model = build_model(ckpt, **fields)
+    else:
+        module = model_module(cfg.model)
+        model = module.Model(module.Config(**fields))
+    if cfg.sample_tokens and not cfg.eval_only and not is_task(cfg.dataset):
+        model.init_cache(1, 1)                  # a model without a cache says so before it trains
+    return model
 
 
 def set_budget(cfg, model, step=0, flops=0.0):
@@ -220,12 +233,17 @@ def load_teacher(cfg, model, data):
     return teacher.to(next(model.parameters()).device), fingerprint(ckpt)
 
 
-def check_new(cfg):
-    """UserError if the run would replace another one."""
-    allowed = cfg.resume == "true" or cfg.overwrite or cfg.eval_only
-    if newest(cfg.folder).exists() and not allowed:
-        raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
-                        f"overwrite=true replaces it, run=NAME starts another run")
+def prepare_forward(cfg, model, procs):
+    """The model as training calls it: compiled where compile= says so, and data parallel."""
+    auto = procs.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
+    if cfg.fsdp:
+        torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
+        for block in blocks_of(model) if compiled else ():
+            block.compile()                     # the hooks around the blocks are not compiled
+        return model
+    forward = torch.compile(model) if compiled else model
+    return torch.nn.parallel.DistributedDataParallel(forward) if procs.world > 1 else forward
 
 
 def check_teacher(run, ckpt, given):
@@ -240,27 +258,6 @@ def check_teacher(run, ckpt, given):
                         f"are others now. With teacher={path} on the command line, the run goes on "
                         f"with these")
     note("the teacher is not the one that the run began with")
-
-
-def check_graph(cfg, procs):
-    """UserError if compile=graph is given where no step can be recorded."""
-    one_gpu = procs.world == 1 and graphs.recordable(torch.empty(0, device=procs.device))
-    if cfg.compile == "graph" and not cfg.eval_only and not one_gpu:
-        raise UserError(f"compile=graph needs one process on a CUDA GPU, and triton; here are "
-                        f"{procs.world} on {procs.device.type} (compile=auto runs anywhere)")
-
-
-def prepare_forward(cfg, model, procs):
-    """The model as training calls it: compiled where compile= says so, and data parallel."""
-    auto = procs.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
-    if cfg.fsdp:
-        torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
-        for block in blocks_of(model) if compiled else ():
-            block.compile()                     # the hooks around the blocks are not compiled
-        return model
-    forward = torch.compile(model) if compiled else model
-    return torch.nn.parallel.DistributedDataParallel(forward) if procs.world > 1 else forward
 
 
 def claim_folder(run):
@@ -319,7 +316,7 @@ def evaluate(run):
     with gathered(run.model):                   # of sharded weights: all
         for i in range(procs.rank, n, procs.world):
             x, y = (to_device(z, run) for z in run.batches.cut(run.batches.val, batches[i]))
-            with autocast(run.cfg, procs.device):
+            with procs.autocast:
                 for name, total, count in figures(run, x, y, i in exact):
                     totals[name] += total
                     counts[name] += count
@@ -397,7 +394,8 @@ def save_and_evaluate(run):
 def save(run, name):
     """Save the state. UserError if a weight is not finite: the last good checkpoint stays."""
     saved = state(run)                          # of sharded weights: all processes take part
-    run.procs.each(write_state, run, name, saved)
+    with run.procs.together():
+        write_state(run, name, saved)
 
 
 def write_state(run, name, saved):
@@ -442,7 +440,7 @@ def state(run):
             "weights": whole(run.model.state_dict()),
             "optimizers": [whole(optimizer.state_dict()) for optimizer in run.optimizers],
             **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint,
-            "teacher": run.taught_by, "precision": precision(run.cfg, run.procs.device)}
+            "teacher": run.taught_by, "precision": run.procs.precision}
 
 
 def restore(run, ckpt):
@@ -450,7 +448,7 @@ def restore(run, ckpt):
     for name in COUNTED:
         setattr(run, name, ckpt[name])
     now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint,
-           "precision": precision(run.cfg, run.procs.device)}
+           "precision": run.procs.precision}
     was = {**ckpt["config"], **ckpt["model_config"], **ckpt}    # an older checkpoint has less
     some = run.cfg.eval_batches or run.cfg.exact_batches    # or else all is measured, in any batch
     if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
@@ -468,13 +466,6 @@ def restore(run, ckpt):
 
 
 # ---- log.jsonl, one object a line ----
-
-def peak_flops(cfg, procs):
-    """Return the most floating-point operations a second that all GPUs together reach in training's
-    products, or None where gpu_peaks does not know them."""
-    peaks, part = gpu_peaks(procs.device), 1 if in_bfloat16(cfg, procs.device) else 0.5     # TF32
-    return peaks and procs.world * part * peaks[0]
-
 
 SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
 
@@ -497,7 +488,10 @@ class Log:
         self.lap = time.perf_counter(), run.tokens
         self.told = time.perf_counter(), run.tokens, run.step
         self.torn = ""          # what ends a line that could not be written
-        self.peak = peak_flops(run.cfg, run.procs)
+        # All GPUs together reach so many operations a second. Products of float32 are TF32's. None
+        # stands for an unknown GPU or a CPU.
+        peaks, part = gpu_peaks(run.procs.device), 1 if run.procs.precision == "bfloat16" else 0.5
+        self.peak = peaks and run.procs.world * part * peaks[0]
 
     @property
     def path(self):
@@ -652,7 +646,7 @@ def forward_backward(run):
 def micro_step(run, x, y, weight):
     """Add the gradients of weight * loss of a micro-batch to those of the parameters. Returns aux,
     and for a task count_right."""
-    with autocast(run.cfg, run.procs.device):
+    with run.procs.autocast:
         logits, loss, aux = run.forward(x, y)
         if run.teacher is not None:
             loss, aux = distil(run.teacher, x, y, logits, loss, aux)
@@ -678,15 +672,13 @@ def try_micro_step(run):
 def record_micro_step(run):
     """micro_step as a CUDA graph. UserError if the model cannot be recorded.
 
-    Nothing of Python runs in a replay, so x, y and weight are tensors. The first, ordinary call
-    makes the gradients. The graph adds to them where they are, so clear_gradients must keep them.
+    Nothing of Python runs in a replay, so x, y and weight are tensors. try_micro_step has compiled
+    Triton's kernels and made the gradients. The graph adds to them where they are, so
+    clear_gradients must keep them.
     A replay draws dropout's numbers from the seed that it finds. Clipping and the optimizers stay
     outside of the graph, because the schedules change their numbers in each step."""
-    run.model.train()
     x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
     weight = torch.ones((), device=x.device, dtype=next(run.model.parameters()).dtype)
-    micro_step(run, x, y, weight)               # compiles Triton's kernels, too
-    clear_gradients(run)
     names = []
 
     def function(x, y, weight):

@@ -2,6 +2,7 @@
 The processes of a run, and the device of each: which one, how fast it is, and in which type it
 computes.
 """
+import contextlib
 import os
 import sys
 
@@ -60,23 +61,21 @@ def gpu_peaks(device):
     return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def in_bfloat16(cfg, device):
-    """Return whether dtype= says that products are computed in bfloat16."""
-    return cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and device.type == "cuda")
-
-
 def precision(cfg, device):
-    """Return the name of the type in which products are computed; auto depends on the device."""
-    return "bfloat16" if in_bfloat16(cfg, device) else "float32"
+    """Return the name of the type in which products are computed, which dtype= says."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return auto if cfg.dtype == "auto" else cfg.dtype
 
 
 def autocast(cfg, device):
-    """The context of a forward pass: products are computed in bfloat16 where dtype= says so."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16(cfg, device))
+    """Return the context of a forward pass, in which products have the type of precision."""
+    enabled = precision(cfg, device) == "bfloat16"
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
 
 class Processes:
-    """This process's rank and device, and how many processes there are (torchrun's variables)."""
+    """This process's rank and device, and how many processes there are (torchrun's variables). They
+    meet here."""
 
     def __init__(self, cfg):
         self.world = typed_value("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), int)
@@ -91,9 +90,7 @@ class Processes:
         if cfg.fsdp and self.world == 1:
             raise UserError("fsdp=true needs several processes: torchrun --nproc_per_node=N "
                             "train.py; one process takes fsdp=false, and the same checkpoints")
-
-    def join(self):
-        """Set up the GPU, and meet the other processes."""
+        self.precision, self.autocast = precision(cfg, self.device), autocast(cfg, self.device)
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
@@ -113,12 +110,13 @@ class Processes:
             dist.all_reduce(total)
         return total.tolist()
 
-    def each(self, function, *given):
-        """Return function(*given), which every process computes at the same time. The first one
-        with an error tells it, and the others end without a word."""
-        result, error = None, None
+    @contextlib.contextmanager
+    def together(self):
+        """Inside, every process does the same at the same time. The first one with an error tells
+        it, and the others end without a word."""
+        error = None
         try:
-            result = function(*given)
+            yield
         except (UserError, OSError, MemoryError) as e:
             error = e
         failed = self.sum(*(float(error is not None and r == self.rank) for r in range(self.world)))
@@ -126,7 +124,6 @@ class Processes:
             if self.rank == failed.index(1.0):
                 raise error
             sys.exit(2)
-        return result
 
     def meet(self):
         """Wait until every process is here."""

@@ -77,7 +77,8 @@ BUGS = {
         "seed_forward(cfg.seed, run.step, 0)", "test_absolute.py -k dropout_on_branches and gpt"),
     "compile=true ignored": ("train.py", 'compiled = cfg.compile == "true" or', "compiled = ",
         "test_absolute.py -k compile_true"),
-    "dtype ignored": ("common/device.py", 'return cfg.dtype == "bfloat16" or', "return", "test_absolute.py -k bfloat16"),
+    "dtype ignored": ("common/device.py", "return auto if cfg.dtype == \"auto\" else cfg.dtype", "return auto",
+        "test_absolute.py -k bfloat16"),
     "tokens_per_second is 0": ("train.py", '"tokens_per_second": round(rate, 1)', '"tokens_per_second": 0.0',
         "test_absolute.py -k tokens_per_second"),
 }

@@ -475,9 +475,9 @@ def test_a_full_disk_has_a_name(tmp_path, monkeypatch):
 
 def test_signs_of_life(tmp_path, data_dir, monkeypatch, capsys):
     """Where stderr is no terminal, a line comes every half minute. The clock here moves by 20 seconds a step."""
-    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir))
-    now, step = [trainer.log.told[0]], train.train_step
+    now, step = [0.0], train.train_step
     monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir))
     monkeypatch.setattr(train, "train_step", lambda *given: (now.__setitem__(0, now[0] + 20), step(*given))[1])
     train.train(trainer)
     lines = capsys.readouterr().err.splitlines()
