@@ -60,7 +60,7 @@ from sample import sample_text
 
 @dataclass
 class Run:
-    """What a run is made of, and how far it is. The functions below take it."""
+    """The parts of a run, and how far it is. The functions below take it."""
     cfg: TrainConfig
     procs: Processes
     batches: object         # TextBatches or TaskBatches
@@ -88,7 +88,8 @@ class Run:
 
 
 def setup(argv):
-    """Arguments -> a Run. All is checked before anything but a data set is written."""
+    """Return the Run that the arguments describe. All is checked before anything but a data set is
+    written."""
     given = split_args(argv)[1]
     cfg, model_fields, ckpt = merge(given, load_start)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
@@ -146,9 +147,9 @@ def check_graph(cfg, procs):
 
 
 def open_batches(cfg, block_size, world):
-    """Return the batches of a task or of a data set. One process prepares the data set that it
-    needs; several would wait for it longer than they may, so that they are refused with the
-    command that makes it."""
+    """Return the batches of a task or of a data set. A single process prepares a missing data set
+    itself. Several processes would wait for that longer than they may, so that they get an error
+    with the command that makes the data set."""
     if is_task(cfg.dataset):
         return TaskBatches(cfg, block_size)
     local = cfg.dataset == "python" or cfg.dataset.startswith("file:")
@@ -160,11 +161,11 @@ def open_batches(cfg, block_size, world):
 
 
 def fit_to_data(cfg, given, batches):
-    """UserError where an option of the command line does not fit the data. Options of a config
-    file give way: the tokenizer is the data's, and the first tokens of the validation data are the
-    prompt where none is given or the tokenizer cannot encode it."""
+    """UserError if an option of the command line does not fit the data. Options of a config file
+    give way: the tokenizer is the data's, and the first tokens of the validation data are the
+    prompt if none is given or if the tokenizer cannot encode it."""
     task, data = is_task(cfg.dataset), batches.train
-    # (a task has no tokenizer to choose: only the default passes)
+    # A task has no tokenizer to choose, so that only the default passes.
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
     if given.get("tokenizer", made) != made:
         raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "
@@ -177,13 +178,13 @@ def fit_to_data(cfg, given, batches):
         fits = []
     if not fits:
         ids = batches.cut(batches.val, [0])[0][0, :16].tolist()
-        text = data.tokenizer.decode(ids).replace("\0", "")    # which no option holds
+        text = data.tokenizer.decode(ids).replace("\0", "")    # no option may hold a zero byte
         cfg.sample_prompt = text.rstrip("\ufffd") or text
 
 
 def make_model(cfg, fields, ckpt, vocab_size):
-    """The model, initialised from the seed or with the checkpoint's weights. vocab_size is the
-    data's; an option may give a larger one."""
+    """Return the model, initialised from the seed or with the checkpoint's weights. vocab_size is
+    the data's, and an option may give a larger one."""
     fields = {"vocab_size": vocab_size, **fields}
     if fields["vocab_size"] < vocab_size:
         raise UserError(f"vocab_size={fields['vocab_size']} is less than the data's {vocab_size} "
@@ -200,15 +201,16 @@ def make_model(cfg, fields, ckpt, vocab_size):
 
 
 def set_budget(cfg, model, step=0, flops=0.0):
-    """max_steps from max_flops; UserError where that is less than one step. A resumed run has
-    spent `flops` on its first steps, which may have been larger or smaller than those to come."""
-    cost = flops_of_step(cfg, model)
+    """Set max_steps if max_flops is given. UserError if it is less than one step. A resumed run
+    has spent `flops` on its first steps, which may have been larger or smaller than those to
+    come."""
+    cost = tokens_per_step(cfg, model) * model.flops_per_token()
     if 0 < cfg.max_flops < cost:
         raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost:.3g} "
                         f"floating-point operations")
-    other = step * cost - flops                 # but for rounding 0 where all steps are alike
+    other = step * cost - flops                 # it is 0 but for rounding if all steps are alike
     left = cfg.max_flops + (other if abs(other) > cost / 2 else 0)
-    if cfg.max_flops:                           # (a checkpoint holds no larger int)
+    if cfg.max_flops:                           # 2**62, because a checkpoint holds no larger int
         cfg.max_steps = max(1, min(int(left / cost), 2**62))
 
 
@@ -234,7 +236,7 @@ def load_teacher(cfg, model, data):
 
 
 def prepare_forward(cfg, model, procs):
-    """The model as training calls it: compiled where compile= says so, and data parallel."""
+    """Return the model as training calls it, compiled if compile= says so, and data parallel."""
     auto = procs.device.type == "cuda" and importlib.util.find_spec("triton") is not None
     compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
     if cfg.fsdp:
@@ -269,7 +271,7 @@ def claim_folder(run):
         return
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
-    check_new(cfg)                              # again: another run may have ended meanwhile
+    check_new(cfg)                              # because another run may have ended meanwhile
     for file in folder.glob("*.tmp"):
         if OURS.fullmatch(file.stem):           # a user's own files are not touched
             file.unlink()
@@ -300,8 +302,8 @@ def describe(run):
 
 @torch.no_grad()
 def evaluate(run):
-    """The mean cross-entropy of the validation data in nats a token, and bits per byte; of a task,
-    the fractions of scored tokens and of rows that are right.
+    """Return the mean cross-entropy of the validation data in nats a token, and bits per byte. A
+    task has no bits per byte, but the fractions of scored tokens and of rows that are right.
 
     The model computes its decoding function (eval mode). If it can estimate that by its training
     path, it does so on all batches, and computes the exact figures on exact_batches of them.
@@ -328,7 +330,7 @@ def evaluate(run):
 
 
 def figures(run, x, y, exact):
-    """(name, sum, of how many) of a batch."""
+    """Yield the figures of a batch. Each is a name, a sum, and how many values are in the sum."""
     model, tokens = run.model, int((y != -1).sum())
     estimate = model.estimate(x, y) if hasattr(model, "estimate") else None
     if estimate is not None:
@@ -365,7 +367,7 @@ NEW_LOG = "log.new.jsonl"
 OURS = re.compile(r"(ckpt|pending|best|step_[0-9]+)\.pt|log(\.new)?\.jsonl|curves\.png")
 KEPT = "what was saved is kept"
 COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
-# what a validation loss is measured with: losses compare where all of it is the same
+# Validation losses can be compared if all of this is the same.
 MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "block_size",
            "exit_loop")
 
@@ -376,7 +378,7 @@ def save_and_evaluate(run):
     save(run, "pending.pt")
     result = evaluate(run)
     ce = result["val_ce"]
-    # of lrt the exact chain may overflow where the estimate is finite: training may mend that
+    # LRT's exact chain may overflow while its estimate is finite. Training may mend that.
     result = {name: value for name, value in result.items() if math.isfinite(value)}
     if not {"val_ce", "val_ce_estimate"} & result.keys():
         if run.procs.master:
@@ -392,17 +394,14 @@ def save_and_evaluate(run):
 
 
 def save(run, name):
-    """Save the state. UserError if a weight is not finite: the last good checkpoint stays."""
-    saved = state(run)                          # of sharded weights: all processes take part
+    """Save the state as the file `name`. UserError if a weight is not finite, so that the last good
+    checkpoint stays."""
+    saved = state(run)                          # all processes take part, if weights are sharded
     with run.procs.together():
-        write_state(run, name, saved)
-
-
-def write_state(run, name, saved):
-    if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):
-        raise UserError(f"a weight is not finite at step {run.step}: stopped, {KEPT}")
-    if run.procs.master:
-        save_checkpoint(run.folder / name, saved)
+        if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):
+            raise UserError(f"a weight is not finite at step {run.step}: stopped, {KEPT}")
+        if run.procs.master:
+            save_checkpoint(run.folder / name, saved)
 
 
 def save_last(run):
@@ -444,13 +443,13 @@ def state(run):
 
 
 def restore(run, ckpt):
-    """Go on from the state of a checkpoint; the model has its weights already."""
+    """Go on from the state of a checkpoint. The model has its weights already."""
     for name in COUNTED:
         setattr(run, name, ckpt[name])
     now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint,
            "precision": run.procs.precision}
     was = {**ckpt["config"], **ckpt["model_config"], **ckpt}    # an older checkpoint has less
-    some = run.cfg.eval_batches or run.cfg.exact_batches    # or else all is measured, in any batch
+    some = run.cfg.eval_batches or run.cfg.exact_batches    # else all is measured, in any batch
     if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
                  and (some or name != "batch_size")]:
         note(f"the checkpoint's losses were measured with another {', '.join(other)}: the best "
@@ -471,8 +470,8 @@ SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
 
 
 class Log:
-    """log.jsonl and the progress bar, or lines on stderr in its place; on the first process only.
-    A resumed run drops the lines after its checkpoint, which a killed run may have written. On
+    """log.jsonl and the progress bar, or lines on stderr in its place. Only the first process has
+    one. A resumed run drops the lines after its checkpoint, which a killed run may have written. On
     known GPUs the lines have mfu (model FLOPs utilization), the fraction of their peak that
     flops_per_token reaches."""
 
@@ -488,7 +487,7 @@ class Log:
         self.lap = time.perf_counter(), run.tokens
         self.told = time.perf_counter(), run.tokens, run.step
         self.torn = ""          # what ends a line that could not be written
-        # All GPUs together reach so many operations a second. Products of float32 are TF32's. None
+        # All GPUs together do so many operations a second. Products of float32 are TF32's. None
         # stands for an unknown GPU or a CPU.
         peaks, part = gpu_peaks(run.procs.device), 1 if run.procs.precision == "bfloat16" else 0.5
         self.peak = peaks and run.procs.world * part * peaks[0]
@@ -498,7 +497,7 @@ class Log:
         return self.run.folder / (NEW_LOG if self.run.replaces else "log.jsonl")
 
     def step(self, logged, write):
-        """One training step is done; a line about it if `write`."""
+        """One training step is done. A line of the log tells it if `write`."""
         self.bar.update()
         self.sign_of_life(logged["ce"])
         if not write:
@@ -514,7 +513,7 @@ class Log:
         self.bar.set_postfix_str(f"ce {logged['ce']:.3f}, {rate / 1000:.1f}k tokens/s")
 
     def sign_of_life(self, ce):
-        """Where there is no progress bar, a line now and then."""
+        """Print a line now and then if there is no progress bar."""
         run, now, (start, tokens, step) = self.run, time.perf_counter(), self.told
         if self.bar.disable and now - start >= SIGN_OF_LIFE:
             left = (run.cfg.max_steps - run.step) * (now - start) / (run.step - step)
@@ -535,7 +534,7 @@ class Log:
             with open(self.path, "a") as f:
                 f.write(f"{self.torn}{json.dumps(row)}\n")
             self.torn = ""
-        except OSError as e:    # a full disk, say: it may have room again when the run is saved
+        except OSError as e:    # a full disk may have room again when the run is saved
             if not self.torn:
                 note(f"{self.path} cannot be written ({e.strerror}); the run goes on")
             self.torn = "\n"
@@ -543,7 +542,7 @@ class Log:
 
 
 def in_words(result):
-    """The line that is printed about an evaluation; val_ce is missing where it is not finite."""
+    """Return the line that is printed about an evaluation. val_ce is missing if not finite."""
     words = [] if "val_ce" in result else ["val ce not finite"]
     words += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items()]
     return ", ".join(words)
@@ -552,11 +551,12 @@ def in_words(result):
 # ---- the training loop ----
 
 def train(run):
-    """Train to max_steps. Returns whether it is done: a signal stops the run, its state saved."""
+    """Train to max_steps. Return whether that is reached, because a signal stops a run. Its state
+    is saved then."""
     cfg = run.cfg
     with stop_request() as stop:
         while run.step < cfg.max_steps:
-            # first, as a run that was stopped in its evaluation is resumed here
+            # This comes first, because a run that was stopped in its evaluation is resumed here.
             if run.evaluated < run.step and run.step % cfg.eval_interval == 0:
                 save_and_evaluate(run)
             logged, asked = train_step(run, stop)
@@ -596,7 +596,7 @@ def stop_request():
 
 
 def train_step(run, stop):
-    """One optimizer step over the global batch. Returns the values to log, and whether any
+    """Take one optimizer step over the global batch. Return the values to log, and whether any
     process was asked to stop. UserError on every process, before any weight moves, if the loss or
     a gradient is not finite."""
     run.model.train()
@@ -609,15 +609,16 @@ def train_step(run, stop):
     if hasattr(run.model, "end_step"):
         run.model.end_step(logged)
     logged["lr"] = run.cfg.learning_rate * lr_factor(run.step, run.cfg)
-    run.tokens += tokens_per_step(run.cfg, run.model)
-    run.flops += flops_of_step(run.cfg, run.model)
+    tokens = tokens_per_step(run.cfg, run.model)
+    run.tokens += tokens
+    run.flops += tokens * run.model.flops_per_token()
     run.step += 1
     return logged, asked
 
 
 def forward_backward(run):
-    """The gradients of this process's micro-batches, one after the other. Returns the values to
-    log, of which the sum over all processes is that of the global batch."""
+    """Compute the gradients of this process's micro-batches, one after the other. Return the values
+    to log, whose sums over all processes are those of the global batch."""
     cfg, procs = run.cfg, run.procs
     n = cfg.gradient_accumulation_steps // procs.world      # micro-batches of this process
     indices = range(procs.rank * n, (procs.rank + 1) * n)
@@ -657,7 +658,7 @@ def micro_step(run, x, y, weight):
 
 def try_micro_step(run):
     """Compute a micro-batch and drop its gradients. A missing compiler, too little memory or an
-    error of a library ends the run here, before its folder is touched. What is compiled is used
+    error of a library ends the run here, before its folder is touched. Compiled code is used
     again. The run itself does not change: each forward pass is seeded, and buffers, which a model
     may change in a forward pass, get their values back."""
     run.model.train()
@@ -725,13 +726,8 @@ def distil(teacher, x, y, logits, loss, aux):
 
 
 def tokens_per_step(cfg, model):
-    """Tokens of one optimizer step, over all processes."""
+    """Return the number of tokens of one optimizer step, over all processes."""
     return cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
-
-
-def flops_of_step(cfg, model):
-    """Floating-point operations of one optimizer step."""
-    return tokens_per_step(cfg, model) * model.flops_per_token()
 
 
 def clip_and_check(run, logged, stop):
@@ -775,7 +771,7 @@ def main(argv):
 
 
 def print_help(argv):
-    """The usage, then the trainer's options and those of the chosen model."""
+    """Print the usage, the trainer's options and those of the chosen model."""
     given = split_args(argv, most=None)[1]
     name = {**config_file(given), **given}.get("model", TrainConfig.model)
     print(help_text(TrainConfig, __doc__))

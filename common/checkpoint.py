@@ -1,6 +1,6 @@
 """
-What a run leaves: checkpoints, one file each, replaced in one move and verified when read; their
-export; and how its log is read.
+Checkpoints and the log, which a run leaves. A checkpoint is one file, which is replaced in one move
+and verified when it is read. It can be exported:
 
     python -m common.checkpoint out/gpt_tiny export=gpt.pt
         without the optimizers, a third of the size: for sample.py, serve.py, lab.eval, init_from=
@@ -31,7 +31,7 @@ FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict,
 # ---- saving ----
 
 def sync_folder(folder):
-    """Makes a rename inside folder survive a power cut."""
+    """Make a rename inside the folder survive a power cut."""
     with contextlib.suppress(OSError):          # some network file systems cannot
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -41,9 +41,9 @@ def sync_folder(folder):
 
 
 def save_checkpoint(path, state):
-    """Write state (tensors and plain values), and after it the SHA-256 of all that. path is
-    complete at every moment: a temporary file, flushed to the disk, replaces it in one move.
-    UserError if the disk refuses; path is as before then."""
+    """Write the state, which is tensors and plain values, and the SHA-256 of all that after it.
+    The file is complete at every moment, because a temporary one is flushed to the disk and
+    replaces it in one move. UserError if the disk refuses. The file is then as before."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -65,9 +65,9 @@ def save_checkpoint(path, state):
 # ---- loading ----
 
 def load_checkpoint(path):
-    """The state of a run's folder (its newest) or of a file, on the CPU. OSError if there is none;
-    UserError if it is damaged, or not one of ours: the SHA-256 covers every byte, and the
-    unpickler runs no code. What model_config has and the model has not is dropped, with a line."""
+    """Return the newest state of a run's folder, or that of a file, on the CPU. OSError if there is
+    none, and UserError if it is damaged or not one of ours. The SHA-256 covers every byte, and the
+    unpickler runs no code. A field that the model no longer has is dropped, and a line tells it."""
     path = newest(Path(path)) if Path(path).is_dir() else Path(path)
     try:
         with naming(path), open_file(path) as f, warnings.catch_warnings(action="ignore"):
@@ -92,13 +92,14 @@ def load_checkpoint(path):
 
 
 def newest(folder):
-    """The last state of a run: ckpt.pt, or pending.pt if it was killed in an evaluation."""
+    """Return the file of a run's last state: ckpt.pt, or pending.pt if the run was killed in an
+    evaluation."""
     pending = folder / "pending.pt"
     return pending if pending.exists() else folder / "ckpt.pt"
 
 
 def read_log(path):
-    """The objects of a log.jsonl; a line cut short by a crash is left out."""
+    """Return the objects of a log.jsonl. A line that a crash has cut short is left out."""
     rows = []
     for line in open_file(path) if path.exists() else ():
         with contextlib.suppress(ValueError, RecursionError):
@@ -110,14 +111,15 @@ def read_log(path):
 # ---- models ----
 
 def build_model(ckpt, **overrides):
-    """The model of a checkpoint with its weights, on the CPU; overrides replace Config fields."""
+    """Return the model of a checkpoint with its weights, on the CPU. The overrides replace fields
+    of its Config."""
     module = model_module(ckpt["model"])
     values = {**ckpt["model_config"], **overrides}
     for name in sorted(values.keys() - names(module.Config)):
         raise UserError(f"{name}={values[name]}: model={ckpt['model']} has no such option")
     try:
         model = module.Model(module.Config(**values))
-        if "converts" in ckpt:                  # from another model's
+        if "converts" in ckpt:                  # another model's weights
             module.convert(model, ckpt["weights"])
         else:
             model.load_state_dict(ckpt["weights"])
@@ -161,7 +163,7 @@ def load_start(start):
 
 
 def load_initial(path, option="init_from"):
-    """What init_from or teacher names, as a checkpoint: that of a run, or Hugging Face weights."""
+    """Return the checkpoint that init_from or teacher names, or Hugging Face weights as one."""
     with contextlib.suppress(FileNotFoundError):
         return load_checkpoint(path)
     from common.huggingface import from_pretrained
@@ -174,7 +176,8 @@ def load_initial(path, option="init_from"):
 
 
 def check_tokenizer(ckpt, data, what):
-    """Weights and data must have the same tokenizer, or else ids mean different things."""
+    """UserError if weights and data have different tokenizers, because ids then mean different
+    things."""
     ours = data.tokenizer.to_dict()
     theirs = ckpt.get("tokenizer", ours)
     if "tokenizer" not in ckpt:

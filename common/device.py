@@ -1,6 +1,6 @@
 """
-The processes of a run, and the device of each: which one, how fast it is, and in which type it
-computes.
+Devices: which one is used, how fast it is, and in which type products are computed. Processes are
+those of a training run. Each of them has a device of its own, or a part of the CPU.
 """
 import contextlib
 import os
@@ -13,8 +13,8 @@ from common.options import UserError, first_line, typed_value
 
 
 def pick_device(name, world=1):
-    """The torch device of a device= option; with several processes on CUDA, each takes the one of
-    its LOCAL_RANK. UserError if this machine has no such device."""
+    """Return the torch device that a device= option names. With several processes on CUDA, each
+    takes the one of its LOCAL_RANK. UserError if this machine has no such device."""
     if name == "auto":                          # gloo cannot use mps
         mps = torch.backends.mps.is_available() and world == 1
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -31,7 +31,7 @@ def pick_device(name, world=1):
 
 
 def device_name(device):
-    """What to call the device in a line of print."""
+    """Return the name of a device for a printed line."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
@@ -39,8 +39,8 @@ def device_name(device):
 
 # A GPU reaches at most so many floating-point operations a second in dense matrix products of
 # bfloat16, summed in float32, and so many bytes a second from its memory (NVIDIA's data sheets).
-# The names are whole, because variants of one GPU differ. Products of float32 in TF32 reach half
-# as many operations on each of them.
+# The names are whole, because variants of one GPU differ. On each of them, products of float32 in
+# TF32 reach half as many operations.
 PEAKS = {"NVIDIA A100-SXM4-40GB": (312e12, 1555e9),
          "NVIDIA A100-SXM4-80GB": (312e12, 2039e9),
          "NVIDIA A100-PCIE-40GB": (312e12, 1555e9),
@@ -74,8 +74,8 @@ def autocast(cfg, device):
 
 
 class Processes:
-    """This process's rank and device, and how many processes there are (torchrun's variables). They
-    meet here."""
+    """torchrun's processes, or a single one. Each object knows the rank of its process, how many
+    processes there are, and the process's device with the precision of products on it."""
 
     def __init__(self, cfg):
         self.world = typed_value("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), int)
@@ -103,7 +103,7 @@ class Processes:
             raise UserError(f"the {self.world} processes do not meet: {first_line(e)}") from e
 
     def sum(self, *values):
-        """Each number summed over all processes, as floats."""
+        """Return each number summed over all processes, as floats."""
         on = self.device if self.device.type == "cuda" else "cpu"
         total = torch.tensor(values, dtype=torch.float64, device=on)
         if self.world > 1:
@@ -134,7 +134,8 @@ class Processes:
         """End a process of several after success. It waits for no other one: the first process may
         write a sample for longer than a collective may take. (Call `meet` before.)"""
         if self.world > 1:
-            # DDP and DTensor's caches keep the group, and gloo's threads with it: now and then,
-            # Python's shutdown aborts on them (exit status -6). All is written, so leave without
+            # DDP and DTensor's caches keep the group, and gloo's threads with it. Python's
+            # shutdown sometimes aborts on these threads (exit status -6). All is written, so that
+            # the process can end without a shutdown.
             sys.stdout.flush()
             os._exit(0)

@@ -1,9 +1,12 @@
 """
-Options and errors: what every command line here has in common, and the options of training.
+Options and errors, which all command lines here have in common, and the options of training.
 
-Arguments are option=value, checked against a dataclass whose fields are the options; the comment
-beside a field is its help text. Bad input raises UserError: one line, exit status 2, never a
-traceback.
+Arguments have the form option=value. They are checked against a dataclass whose fields are the
+options, and the comment beside a field is its help text. Bad input raises a UserError, which is
+printed as one line. The exit status is then 2, and there is never a traceback.
+
+The parts of this file: errors, options, files and names, the options of training, and `merge`,
+which merges defaults, a config file, a checkpoint and the command line.
 """
 import contextlib
 import difflib
@@ -38,13 +41,13 @@ class UserError(Exception):
 
 
 def choice(*allowed):
-    """A field of a dataclass of options that is one of `allowed`; the first is the default."""
+    """Return a dataclass field whose value is one of `allowed`. The first is the default."""
     return field(default=allowed[0], metadata={"allowed": allowed})
 
 
 def run_cli(main, schema=None):
-    """main(sys.argv[1:]), or the help about the options of `schema` where that is asked for. Bad
-    input is one line on stderr and exit status 2, never a traceback."""
+    """Call main(sys.argv[1:]), or print the help about the options of `schema` if that is asked
+    for. Bad input is one line on stderr and exit status 2, never a traceback."""
     open_streams()
     if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
         sys.stdout.reconfigure(errors="replace")
@@ -121,13 +124,14 @@ def in_one_line(e):
 # ---- options ----
 
 def is_option(arg) -> bool:
-    """Whether an argument is an option: a name stands before its first =, not a part of a path."""
+    """Return whether a name, and no part of a path, stands before the first = of an argument."""
     return "=" in arg and arg.partition("=")[0].isidentifier()
 
 
 def split_args(argv, least=0, most=0):
-    """["out/a=1/r", "n=3"] -> (["out/a=1/r"], {"n": "3"}); of an option given twice the last
-    holds. least, most: of arguments that are runs, not options (None: any number)."""
+    """Return the paths among the arguments and the options, as in ["out/a=1/r", "n=3"] ->
+    (["out/a=1/r"], {"n": "3"}). If an option is given twice, the last one holds. There may be from
+    `least` to `most` paths, and any number if most is None."""
     given = dict(arg.split("=", 1) for arg in argv if is_option(arg))
     paths = [home(arg) for arg in argv if not is_option(arg)]
     if most is not None and len(paths) > most:
@@ -138,20 +142,21 @@ def split_args(argv, least=0, most=0):
 
 
 def as_command(program, *options, path=None):
-    """A command line to copy from the screen. A path that reads like an option begins with ./"""
+    """Return a command line to copy from the screen. A path that reads like an option begins with
+    ./"""
     paths = [f"./{path}" if is_option(str(path)) else str(path)] if path else []
     return f"python {program} {shlex.join([*paths, *options])}"
 
 
 def note(text, file=None):
-    """Tell something; of torchrun's processes the first does."""
+    """Print a note. Among torchrun's processes, only the first one does."""
     if os.environ.get("RANK", "0") == "0":
         say(f"note: {text}", file)
 
 
 def say(text, file=None):
-    """Print a line at once. Where nobody can read it any more, because head has gone or the disk
-    is full, the program goes on: a training has its log and its checkpoints."""
+    """Print a line at once. If nobody can read it any more, because head has gone or the disk is
+    full, the program goes on, because a training has its log and its checkpoints."""
     stream = file or sys.stdout
     try:
         stream.write(f"{text}\n")
@@ -165,8 +170,8 @@ def asks_help(argv) -> bool:
 
 
 def help_text(schema, usage=None) -> str:
-    """The usage (by default the docstring of the schema's module), then its options as they stand
-    in the source: type, default and comment."""
+    """Return the usage, which by default is the docstring of the schema's module, and the options
+    as they stand in the source, with type, default and comment."""
     usage = usage or inspect.getdoc(sys.modules[schema.__module__]) or ""   # python -OO has none
     source = "\n".join(map(inspect.getsource, reversed(schema.__mro__[:-1])))
     options = dict(re.findall(r"^    (\w+)(: \w+ = .*)$", source, re.MULTILINE))
@@ -174,10 +179,10 @@ def help_text(schema, usage=None) -> str:
 
 
 class Options:
-    """What dataclasses of options share: checks that raise a ValueError."""
+    """Dataclasses of options inherit a check that raises a ValueError."""
 
     def between(self, **bounds):
-        """name=(low, high), both allowed; high is None where there is none."""
+        """Check bounds, given as name=(low, high). Both are allowed, and high may be None."""
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             most = f" and at most {high}" if high is not None else ""
@@ -186,9 +191,9 @@ class Options:
 
 
 def typed_config(schema, values):
-    """An instance of the dataclass `schema`: its defaults, and `values`, which may be text of the
-    command line or plain values of a YAML file. UserError for an unknown option, a value of the
-    wrong type or none of choice()."""
+    """Return an instance of the dataclass `schema` with `values`, which may be text of the command
+    line or plain values of a YAML file. UserError if an option is unknown, or if a value has the
+    wrong type or is none of choice()."""
     kinds, typed = typing.get_type_hints(schema), {}
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
     check_known(values, kinds)
@@ -206,19 +211,19 @@ def typed_config(schema, values):
 
 
 def names(*schemas) -> list:
-    """The options of dataclasses."""
+    """Return the names of the fields of dataclasses."""
     return [f.name for schema in schemas for f in fields(schema)]
 
 
 def known(values, options, what) -> dict:
-    """The values of options that there are; a line tells each that is dropped."""
+    """Return the values of those options that there are. A line tells each that is dropped."""
     for name in sorted(values.keys() - set(options), key=str):
         note(f"{what}: {name}={values[name]!r} is dropped: there is no such option", sys.stderr)
     return {name: value for name, value in values.items() if name in options}
 
 
 def check_known(values, options):
-    """UserError for the first of values that is none of options."""
+    """UserError for the first name among values that is none of options."""
     for name in map(str, values):
         if name not in options:
             near = difflib.get_close_matches(name, options, n=1)
@@ -230,8 +235,8 @@ PATHS = "out_dir", "data_dir", "init_from", "teacher", "config", "export", "requ
 
 
 def home(path) -> str:
-    """A path with the home folder in place of ~, as a shell would have put it there. UserError for
-    a user that there is not, so that no folder is named ~."""
+    """Return a path with the home folder in place of ~, as a shell would have put it there.
+    UserError for a user that there is not, so that no folder is named ~."""
     full = os.path.expanduser(path)
     if full.startswith("~"):
         raise UserError(f"{path}: there is no such user; a file of this name is ./{path}")
@@ -243,8 +248,8 @@ KINDS = {int: "int (less than 2^63)", float: "float (finite)", bool: "bool (true
 
 
 def typed_value(name, value, kind):
-    """`value` (text, or plain from a YAML file) as `kind`: int, float, bool or str. An int is
-    written as one (1000, 1_000; not 2.5, 1e3, true), a float is finite."""
+    """Return a value, which is text or comes from a YAML file, as int, float, bool or str. An int
+    is written as an int (1000 or 1_000, and not 2.5, 1e3 or true), and a float is finite."""
     text = isinstance(value, str)
     with contextlib.suppress(ValueError, OverflowError):
         digits = text and re.fullmatch("[+-]?[0-9]+(_[0-9]+)*", value)
@@ -284,7 +289,8 @@ for name, pattern, construct in (       # the first that matches a plain scalar
 
 
 def load_yaml(file):
-    """The options of a config file. UserError where it is missing, or not `option: value` lines."""
+    """Return the options of a config file. UserError if it is missing, or has other lines than
+    `option: value`."""
     text = read_text(file, f"config={file}")
     try:
         return {**Loader(text).get_single_data()}
@@ -295,8 +301,8 @@ def load_yaml(file):
 
 
 def model_module(name):
-    """The module model_<name>.py, of the project's root, of lab/experiments or of PYTHONPATH.
-    UserError with the names there are, or with what a model file needs."""
+    """Return the module model_<name>.py, which stands in the project's root, in lab/experiments or
+    on PYTHONPATH. UserError with the names that there are, or with what a model file needs."""
     name = typed_value("model", name, str)
     if EXPERIMENTS not in sys.path:
         sys.path.append(EXPERIMENTS)
@@ -316,7 +322,8 @@ def model_module(name):
 # ---- files and names ----
 
 def check_name(name, what="name") -> str:
-    """The name of a data set or run. It cannot leave its folder: no separator, no leading dot."""
+    """Return the name of a data set or run. UserError if it has a separator or a leading dot, so
+    that it cannot leave its folder."""
     if not NAME.fullmatch(name) or len(name) > 200:
         raise UserError(f"{what} {name!r:.60} is not allowed: letters, digits and . _ + - "
                         "(200 at most), a letter or digit first")
@@ -324,7 +331,8 @@ def check_name(name, what="name") -> str:
 
 
 def plain_name(text) -> str:
-    """A folder's name from any text: file:a/b.txt -> file-a-b.txt; a long one ends in a hash."""
+    """Return a folder's name for any text, such as file-a-b.txt for file:a/b.txt. A long one ends
+    in a hash."""
     name = re.sub(r"[^A-Za-z0-9._+-]", "-", text).lstrip("._+-") or "x"
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
     short = f"{name[:80]}-{digest[:16]}"
@@ -361,7 +369,8 @@ def sha256_of(path) -> str:
 
 
 def open_file(path):
-    """A file, open to read its bytes. OSError for a pipe too: reading it may never end."""
+    """Return a file that is open to read its bytes. OSError for a pipe too, because reading it may
+    never end."""
     if Path(path).exists() and not Path(path).is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return open(path, "rb")
@@ -369,7 +378,7 @@ def open_file(path):
 
 @contextlib.contextmanager
 def naming(path):
-    """Inside, an OSError names the file; that of a full disk does not by itself."""
+    """Inside, an OSError names the file. The error of a full disk does not by itself."""
     try:
         yield
     except OSError as e:
@@ -377,7 +386,7 @@ def naming(path):
 
 
 def replace_file(path, content):
-    """Write bytes as a file in one move: if the disk is full, what was there stays."""
+    """Write bytes as a file in one move, so that the older file stays if the disk is full."""
     temporary = Path(f"{path}.tmp")
     try:
         with naming(path):
@@ -388,7 +397,7 @@ def replace_file(path, content):
 
 
 def read_text(path, name) -> str:
-    """The text of a file. UserError, which calls it `name`, where there is none in UTF-8."""
+    """Return the text of a file. UserError, which calls it `name`, if there is none in UTF-8."""
     try:
         with open_file(path) as f:
             return f.read().decode("utf-8-sig")  # without a byte order mark
@@ -399,7 +408,7 @@ def read_text(path, name) -> str:
 
 
 def read_json(file) -> dict:
-    """The object in a JSON file. UserError where there is none."""
+    """Return the object in a JSON file. UserError if there is none."""
     try:
         return {**json.loads(read_text(file, file))}
     except (ValueError, TypeError, RecursionError) as e:
@@ -407,7 +416,7 @@ def read_json(file) -> dict:
 
 
 def first_line(e) -> str:
-    """A foreign exception in one line."""
+    """Return the message of an exception in one line."""
     return (str(e).strip() or type(e).__name__).splitlines()[0][:300]
 
 
@@ -422,7 +431,7 @@ def need(module):
 
 @dataclass
 class TrainConfig(Options):
-    """The options of train.py; those of a model stand in its file, with its Config."""
+    """The options of train.py. A model's own stand in its file, with its Config."""
     run: str = ""  # folder of results (default: the config's name)
     out_dir: str = "out"  # where run folders are
     init_from: str = ""  # start from a run or Hugging Face model
@@ -482,13 +491,14 @@ class TrainConfig(Options):
 
     @property
     def folder(self):
-        """out_dir/run. run must be a plain name: it cannot leave out_dir."""
+        """Return out_dir/run. run must be a plain name, so that it cannot leave out_dir."""
         return Path(self.out_dir) / check_name(self.run, "run")
 
 
 # ---- merging: defaults < config file < checkpoint < command line ----
 
-# Who sets an option if a call of train.py starts from a checkpoint. The last one wins.
+# If a call of train.py starts from a checkpoint, an option has the value of the last one of these
+# that sets it.
 #
 #                             resume=true, eval_only=true     init_from=
 #     START                   file, command line              file, command line
@@ -498,8 +508,9 @@ class TrainConfig(Options):
 #                                                             names, command line
 #     others of the model     checkpoint                      checkpoint
 #
-# START is what one call does. NOT_IN_WEIGHTS are fields of a model that its weights do not fix; the
-# NOT_IN_WEIGHTS of a model's Config are more of them.
+# START says what one call does. NOT_IN_WEIGHTS are fields of a model that its weights do not fix,
+# and the NOT_IN_WEIGHTS of its Config are more of them. The command line may repeat the other
+# fields of the model, but not change them.
 START = {"run", "out_dir", "init_from", "resume", "overwrite", "eval_only"}
 NOT_IN_WEIGHTS = {"fast", "dropout", "block_size"}
 
@@ -510,30 +521,30 @@ def merge(given, load):
     `given` are the options of the command line, as text. `load` is load_start of
     common/checkpoint.py, which imports this file. The fields have no vocab_size where nothing sets
     it, because it is the data's then."""
-    file, kept = config_file(given), {}
+    file, saved, left = config_file(given), {}, set()
     named = file if "config" in given else {}
     start = typed_config(TrainConfig, chosen({**file, **given}, START))
     if start.eval_only and "init_from" not in given:
-        start.init_from = ""        # the run is evaluated, and not what its file begins it with
+        start.init_from = ""        # the run is evaluated, and not what it began with
     ckpt = load(start)
     if ckpt is not None and start.init_from:
         ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
         file = config_file({"model": ckpt["model"], **given})
+        saved = {"model": ckpt["model"], **ckpt["model_config"]}
         left = {"fast"} | not_in_weights(ckpt) & named.keys()
-        kept = {"model": ckpt["model"], **ckpt["model_config"]}
-        kept = chosen(kept, kept.keys() - left)
     elif ckpt is not None:
         check_same_model(given.get("model", ckpt["model"]), ckpt)
         options = names(TrainConfig, model_module(ckpt["model"]).Config)
-        kept = known({**ckpt["config"], **ckpt["model_config"]}, options, start.folder)
-        file, kept = chosen(file, START), chosen(kept, kept.keys() - START)
-        tell_ignored(chosen(named, kept.keys() - given.keys()), kept)
-    values = {**file, **kept, **given, "resume": start.resume, "init_from": start.init_from}
-    dataset = {**file, **kept}.get("dataset", TrainConfig.dataset)
-    if values.get("dataset", dataset) != dataset:           # a prompt is for its data set only
-        values["sample_prompt"] = given.get("sample_prompt", "")
-    if "max_steps" in given:                                # the file's budget, or the checkpoint's
-        values["max_flops"] = given.get("max_flops", "0")
+        saved = known({**ckpt["config"], **ckpt["model_config"]}, options, start.folder)
+        tell_ignored(chosen(named, saved.keys() - START - given.keys()), saved)
+        file, left = chosen(file, START), START
+    saved = chosen(saved, saved.keys() - left)
+    values = {**file, **saved, **given, "resume": start.resume, "init_from": start.init_from}
+    dataset = {**file, **saved}.get("dataset", TrainConfig.dataset)
+    if values.get("dataset", dataset) != dataset:
+        values["sample_prompt"] = given.get("sample_prompt", "")    # a prompt is for its data set
+    if "max_steps" in given:
+        values["max_flops"] = given.get("max_flops", "0")   # it wins over a saved budget
     return *typed(values, given, ckpt), ckpt
 
 
@@ -560,7 +571,7 @@ def typed(values, given, ckpt):
 
 
 def config_file(given):
-    """The values of the file that config= names, or else of configs/MODEL_tiny.yaml."""
+    """Return the values of the file that config= names, or else of configs/MODEL_tiny.yaml."""
     tiny = HERE / "configs" / f"{given.get('model', TrainConfig.model)}_tiny.yaml"
     file = home(given.get("config", str(tiny)))
     yaml = load_yaml(file) if "config" in given or tiny.exists() else {}
@@ -568,13 +579,15 @@ def config_file(given):
 
 
 def check_same_model(name, ckpt):
+    """UserError if the checkpoint holds another model."""
     if name != ckpt["model"]:
         raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
 
 
 def as_weights_of(name, ckpt):
-    """A checkpoint as the start of model `name`: its own, or that of a model in its
-    Config.CONVERTS_FROM, with the fields that both have; build_model converts the weights."""
+    """Return a checkpoint as the start of model `name`. It holds this model, or one that stands in
+    the Config's CONVERTS_FROM. The latter keeps the fields that both models have, and build_model
+    converts its weights. UserError for another model, or for a field that gets lost."""
     config, origin = model_module(name).Config, model_module(ckpt["model"]).Config
     if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()) or name == ckpt["model"]:
         check_same_model(name, ckpt)
@@ -584,8 +597,7 @@ def as_weights_of(name, ckpt):
         if f.name not in names(config) and old.get(f.name, f.default) != f.default:
             raise UserError(f"the checkpoint's model has {f.name}={old[f.name]}, "
                             f"which model={name} has not")
-    shared = {key: old[key] for key in names(config) & old.keys()}
-    return {**ckpt, "model": name, "model_config": shared, "converts": True}
+    return {**ckpt, "model": name, "model_config": chosen(old, names(config)), "converts": True}
 
 
 def not_in_weights(ckpt):
@@ -594,11 +606,11 @@ def not_in_weights(ckpt):
     return {*NOT_IN_WEIGHTS, *more, *["n_layer"] * ("converts" in ckpt)}
 
 
-def tell_ignored(file, kept):
+def tell_ignored(file, saved):
     """Print where a file has another value than the run, whose own stays."""
     for name in sorted(file):
-        if file[name] != kept[name]:
-            note(f"{name}={kept[name]} is the run's own and stays; the file has {file[name]} (an "
+        if file[name] != saved[name]:
+            note(f"{name}={saved[name]} is the run's own and stays; the file has {file[name]} (an "
                  f"option on the command line would change it)")
 
 
