@@ -497,9 +497,9 @@ def check_values(cfg):
     for name in ("rope_theta", "norm_eps"):
         if not 0 < getattr(cfg, name) < math.inf:
             raise ValueError(f"{name}={getattr(cfg, name)} must be positive")
-    for key in fields(cfg):
-        value, allowed = getattr(cfg, key.name), key.metadata.get("allowed")
+    for f in fields(cfg):
+        value, allowed = getattr(cfg, f.name), f.metadata.get("allowed")
         if allowed and value not in allowed:
-            raise ValueError(f"{key.name}={value} must be one of: {', '.join(allowed)}")
+            raise ValueError(f"{f.name}={value} must be one of: {', '.join(allowed)}")
     if cfg.pos == "rope" and cfg.head_size % 2:
         raise ValueError(f"RoPE needs an even head size: head_dim={cfg.head_size}")

@@ -51,10 +51,10 @@ APPENDING = threading.Lock()    # one line at a time goes into a file of results
 
 @dataclass(eq=False)
 class Experiment:
-    """experiments/NAME.yaml. A row is the options of train.py, or a dict of these options (`keys`),
-    of seeds, minutes and evaluate in place of the experiment's, and of COLUMN: its text in a
-    column that is `text`. In keys, {LABEL} is the folder of an earlier row's run of the same seed,
-    and from={LABEL}/step_N.pt, our own option, goes on from that checkpoint (keep_interval).
+    """experiments/NAME.yaml. A row is the options of train.py, or a dict of these `options`, of
+    seeds, minutes and evaluate in place of the experiment's, and of COLUMN: its text in a column
+    that is `text`. In options, {LABEL} is the folder of an earlier row's run of the same seed, and
+    from={LABEL}/step_N.pt, our own option, goes on from that checkpoint (keep_interval).
 
     A column is `text`, `options` (those of the row), or the name of a value and its format, such as
     `val_bpb .3f`. Values: of the log's last line and last evaluation (flops, val_bpb), of lab.eval
@@ -65,7 +65,7 @@ class Experiment:
     tier: str                   # quick | cpu | gpu
     rows: dict = field(default_factory=dict)
     columns: dict = field(default_factory=dict)
-    keys: str = ""              # options of all rows
+    options: str = ""           # of all rows
     seeds: int = 3              # runs of each row
     minutes: float = 1.0        # of a run on one core, estimated
     evaluate: dict = field(default_factory=dict)    # {NAME: options of lab.eval}, after training
@@ -73,9 +73,10 @@ class Experiment:
     picture: list = field(default_factory=list)     # of panels: {x, y: names; xscale, ylim, ...}
 
     def __post_init__(self):
-        own = {"keys": "", "seeds": self.seeds, "minutes": self.minutes, "evaluate": self.evaluate}
+        own = {"options": "", "seeds": self.seeds, "minutes": self.minutes,
+               "evaluate": self.evaluate}
         for label, row in self.rows.items():
-            row = self.rows[label] = own | (row if isinstance(row, dict) else {"keys": row})
+            row = self.rows[label] = own | (row if isinstance(row, dict) else {"options": row})
             if unknown := row.keys() - {*own, *self.columns}:
                 raise ValueError(f"{label} has an unknown field {min(unknown)!r}")
 
@@ -101,20 +102,20 @@ class Run:
         """earlier: {(label, seed): Run} of the rows above."""
         self.experiment, self.label, self.row, self.seed = experiment, label, row, seed
         self.result, self.needs = None, []      # its line of the results; runs that it starts from
-        keys = f"{experiment.keys} {row['keys']} seed={seed} sample_tokens=0"
-        for other in re.findall("{(.*?)}", keys):
+        options = f"{experiment.options} {row['options']} seed={seed} sample_tokens=0"
+        for other in re.findall("{(.*?)}", options):
             if (other, seed) not in earlier:
                 raise UserError(f"{experiment.name}.yaml: {label} starts from {other!r}, which is "
                                 f"no row above it with seed {seed}")
             self.needs.append(earlier[other, seed])
-            keys = keys.replace("{%s}" % other, f"out/{self.needs[-1].name}")
-        self.keys = split_args(keys.split())[1]
-        self.start = self.keys.pop("from", "")  # the checkpoint that it goes on from
-        self.arguments = [f"{key}={value}" for key, value in self.keys.items()]
-        keys = " ".join(self.arguments)
-        self.command = f"train.py {keys}" + f" from {self.start}" * bool(self.start)
+            options = options.replace("{%s}" % other, f"out/{self.needs[-1].name}")
+        self.options = split_args(options.split())[1]
+        self.start = self.options.pop("from", "")   # the checkpoint that it goes on from
+        self.arguments = [f"{name}={value}" for name, value in self.options.items()]
+        options = " ".join(self.arguments)
+        self.command = f"train.py {options}" + f" from {self.start}" * bool(self.start)
         # the folder's name tells the options apart: a changed row does not go on from the old run
-        digest = hashlib.sha256((keys + self.start).encode()).hexdigest()[:6]
+        digest = hashlib.sha256((options + self.start).encode()).hexdigest()[:6]
         slug = re.sub("[^a-z0-9]+", "_", label.lower()).strip("_")
         self.name = f"{experiment.name}-{slug}-{seed}-{digest}"
         self.folder = OUT / self.name
@@ -127,21 +128,22 @@ def plan(experiment):
         for seed in range(1, row["seeds"] + 1):
             run = runs[label, seed] = Run(experiment, label, row, seed, runs)
             line = lines.get(run.command, {})
-            if line.get("keys") == file_keys(run) and line.get("evaluate", {}) == row["evaluate"]:
+            same = line.get("keys") == file_options(run)
+            if same and line.get("evaluate", {}) == row["evaluate"]:
                 run.result = line
     return list(runs.values())
 
 
-def file_keys(run):
-    """What a run has from its config file: options that the command does not give, where they are
-    not the defaults."""
-    file = run.keys.get("config", f"configs/{run.keys.get('model', 'gpt')}_tiny.yaml")
-    values = {"model": "gpt", **load_yaml(HERE / file), **run.keys}
+def file_options(run):
+    """Return the options that a run has from its config file, which are not defaults and which the
+    command does not give. In the run's line of the results they are called `keys`."""
+    file = run.options.get("config", f"configs/{run.options.get('model', 'gpt')}_tiny.yaml")
+    values = {"model": "gpt", **load_yaml(HERE / file), **run.options}
     schemas = TrainConfig, model_module(values["model"]).Config
-    default = {key.name: key.default for schema in schemas for key in fields(schema)}
-    given = {*run.keys, "max_steps"} if "max_flops" in run.keys else {*run.keys}
-    return {"config": file, **{key: value for key, value in values.items()
-                               if key not in given and value != default.get(key)}}
+    default = {f.name: f.default for schema in schemas for f in fields(schema)}
+    given = {*run.options, "max_steps"} if "max_flops" in run.options else {*run.options}
+    return {"config": file, **{name: value for name, value in values.items()
+                               if name not in given and value != default.get(name)}}
 
 
 def changed(run):
@@ -154,9 +156,9 @@ def changed(run):
 def made_from(run):
     """Return the fingerprints of the text, as a checkpoint has it, and of the model's files. That
     of the text is None where it is not prepared, or where a task makes it."""
-    values = {"model": "gpt", **file_keys(run), **run.keys}
+    values = {"model": "gpt", **file_options(run), **run.options}
     where = {"dataset", "tokenizer", "data_dir"} & values.keys()
-    cfg = typed_config(TrainConfig, {key: values[key] for key in where})
+    cfg = typed_config(TrainConfig, {name: values[name] for name in where})
     meta = data_folder(cfg) / "meta.json"
     splits = read_json(meta)["splits"] if meta.exists() else {}
     if splits:
@@ -217,14 +219,14 @@ def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
 def start(run):
     """Train, or go on with a run that was stopped, unless its config file has changed since. What
     it prints goes to FOLDER.txt."""
-    keys, made_of = json.dumps(file_keys(run), sort_keys=True), run.folder / "keys.json"
-    if not made_of.exists() or made_of.read_text() != keys:     # from the beginning
+    options, made_of = json.dumps(file_options(run), sort_keys=True), run.folder / "keys.json"
+    if not made_of.exists() or made_of.read_text() != options:     # from the beginning
         if run.folder.exists():
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True)
         if run.start:
             os.link(HERE / run.start, run.folder / "ckpt.pt")
-        made_of.write_text(keys)
+        made_of.write_text(options)
     with open(f"{run.folder}.txt", "w") as out:
         return python("train.py", *run.arguments, f"run={run.name}", "resume=auto", stdout=out,
                       OMP_NUM_THREADS="1")
@@ -268,14 +270,14 @@ def record(run):
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
     sizes = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}     # tied ones count once
     steps = [row for row in log if "lr" in row]         # the others are evaluations
-    result = {"command": run.command, **made_by(), **made_from(run), "keys": file_keys(run),
+    result = {"command": run.command, **made_by(), **made_from(run), "keys": file_options(run),
               "parameters": sum(sizes.values()),
               "tokens_per_second": median(row["tokens_per_second"] for row in steps),
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
               **{k: log[-1][k] for k in ("step", "tokens", "flops", "seconds")}}
-    for name, keys in run.row["evaluate"].items():
+    for name, options in run.row["evaluate"].items():
         with open(f"{run.folder}.txt", "a") as messages:
-            process = python("-m", "lab.eval", f"out/{run.name}", *keys.split(),
+            process = python("-m", "lab.eval", f"out/{run.name}", *options.split(),
                              stdout=subprocess.PIPE, stderr=messages)
             output = process.communicate()[0]
         if process.returncode:
@@ -384,7 +386,7 @@ def table(experiment, rows):
     for label, results in rows.items():
         row = experiment.rows[label]
         few = f" ({len(results)} of {row['seeds']} seeds)" * (len(results) < row["seeds"])
-        own = {"options": f"`{row['keys']}`"}
+        own = {"options": f"`{row['options']}`"}
         cells = [row.get(title, "") if what == "text" else own.get(what) or cell(results, what)
                  for title, what in experiment.columns.items()]
         if any(cells):          # a source that is not evaluated has none

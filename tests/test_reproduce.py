@@ -22,9 +22,9 @@ from runs import SIZES, SMALL
 
 EXPERIMENTS = reproduce.load_experiments()
 EXPERIMENT = {"title": "A trial", "tier": "quick", "seeds": 1,
-              "keys": " ".join(["model=control config=configs/gpt_tiny.yaml", *SMALL, *SIZES["gpt"], "dropout=0",
+              "options": " ".join(["model=control config=configs/gpt_tiny.yaml", *SMALL, *SIZES["gpt"], "dropout=0",
                                 "keep_interval=3"]),
-              "rows": {"first": {"keys": "", "note": "as it is"},
+              "rows": {"first": {"options": "", "note": "as it is"},
                        "from the third step": "max_steps=5 from={first}/step_3.pt",
                        "from its weights": "init_from={first} max_steps=2"},
               "columns": {"options": "options", "note": "text", "steps": "step .0f", "bits": "val_bpb .3f",
@@ -64,7 +64,7 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     lines = copy / "lab" / "results" / "trial.jsonl"
 
     def call(**changes):
-        trial = {**EXPERIMENT, **changes, "keys": f"{EXPERIMENT['keys']} data_dir={data_dir}"}
+        trial = {**EXPERIMENT, **changes, "options": f"{EXPERIMENT['options']} data_dir={data_dir}"}
         (copy / "lab" / "experiments" / "trial.yaml").write_text(json.dumps(trial))
         return subprocess.run([sys.executable, "-m", "lab.reproduce", "trial"], cwd=copy, text=True, capture_output=True)
     p = call(evaluate={"half": "no_such_key=1"})
@@ -105,7 +105,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     lost an option."""
     calls, config = [], {"batch_size": 12, "dropout": 0.1}
     monkeypatch.setattr(reproduce, "python", lambda *command, **more: calls.append(command[-1]))
-    monkeypatch.setattr(reproduce, "file_keys", lambda run: config)
+    monkeypatch.setattr(reproduce, "file_options", lambda run: config)
     run = SimpleNamespace(folder=tmp_path / "r", name="r", start=None, arguments=[])
     reproduce.start(run)
     (run.folder / "pending.pt").touch()
@@ -131,7 +131,7 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     trial = "title: a\ntier: cpu\nseeds: 1\nrows: {{whole: '', part: 'from={{whole}}/step_{}.pt'}}\nevaluate: {}"
     first = plan(trial.format(3, "{}"))
     for run in first:
-        reproduce.append(run.experiment, {"command": run.command, "keys": reproduce.file_keys(run)})
+        reproduce.append(run.experiment, {"command": run.command, "keys": reproduce.file_options(run)})
     done = lambda *changes: [bool(run.result) for run in plan(trial.format(*changes))]
     assert done(3, "{}") == [True, True] and done(3, "{half: batches=1}") == [False, False]
     assert done(4, "{}") == [True, False] and plan(trial.format(4, "{}"))[1].folder != first[1].folder
@@ -155,9 +155,9 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     meta.parent.mkdir(parents=True)
     split = lambda sha256: json.dumps({"splits": {"train": {"sha256": sha256}, "val": {"sha256": "b"}}})
     meta.write_text(split("a"))
-    monkeypatch.setattr(reproduce, "file_keys", lambda run: {"model": "mine"})
+    monkeypatch.setattr(reproduce, "file_options", lambda run: {"model": "mine"})
     experiment = reproduce.Experiment("mine", "a trial", "cpu", seeds=1, rows={"a": "", "b": "init_from={a}"},
-                                      keys=f"dataset=mine data_dir={tmp_path / 'data'}")
+                                      options=f"dataset=mine data_dir={tmp_path / 'data'}")
     monkeypatch.setattr(reproduce, "read_results", lambda experiment: {})
     runs = reproduce.plan(experiment)
 
