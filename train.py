@@ -110,8 +110,8 @@ def setup(argv):
               make_optimizers(model, cfg), *teacher)
     if not cfg.eval_only:
         try_micro_step(run)
-    if cfg.compile == "graph" and not cfg.eval_only:
-        run.micro_step = record_micro_step(run)
+        if cfg.compile == "graph":
+            run.micro_step = record_micro_step(run)
     if cfg.resume == "true":
         check_teacher(run, ckpt, "teacher" in given)
         restore(run, ckpt)
@@ -131,7 +131,7 @@ def setup(argv):
 
 
 def check_new(cfg):
-    """UserError if the run would replace another one."""
+    """UserError if the run would replace another one without being allowed to."""
     allowed = cfg.resume == "true" or cfg.overwrite or cfg.eval_only
     if newest(cfg.folder).exists() and not allowed:
         raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "

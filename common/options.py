@@ -520,9 +520,9 @@ def merge(given, load):
 
     `given` are the options of the command line, as text. `load` is load_start of
     common/checkpoint.py, which imports this file. The fields have no vocab_size where nothing sets
-    it, because it is the data's then."""
+    it, because it is the data's then. A line tells what a file says in vain."""
     file, saved, left = config_file(given), {}, set()
-    named = file if "config" in given else {}
+    named = file if "config" in given else {}   # it may change a checkpoint's fields
     start = typed_config(TrainConfig, chosen({**file, **given}, START))
     if start.eval_only and "init_from" not in given:
         start.init_from = ""        # the run is evaluated, and not what it began with

@@ -7,7 +7,7 @@ lm-evaluation-harness (Gao et al.; the package lm_eval).
     python -m lab.eval out/mor_tiny exit_loop=2           at most 2 recursions
     python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks may run code of their own
     python -m lab.eval out/rt_tiny tasks=rt               a paper's: rt, relaxed, mor, rat
-    python -m lab.eval help                               every key with its meaning
+    python -m lab.eval help                               every option with its meaning
 
 It prints one JSON object.
 
