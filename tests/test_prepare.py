@@ -1,7 +1,9 @@
 """prepare.py, tokenizer.py, data.py and options.py make data sets. The tests look at tokenizers, sources, splits and
 files, and at what stops and failures leave."""
+import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import math
@@ -13,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 from unittest.mock import Mock
 
 import numpy as np
@@ -25,6 +28,7 @@ import runs
 import train
 from common.options import UserError, unlock
 from conftest import ROOT, python
+from common import data
 from common.data import load_data
 from common.huggingface import hf_tokenizer, read_tokenizer
 from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, in_base64, load_tokenizer,
@@ -389,6 +393,107 @@ def test_files_of_a_folder_a_glob_and_python(tmp_path, capsys):
     files = [Path(f) for f in prepare.source_files("python", "train")[0]]
     assert Path(json.__file__) in files and len(files) > 300
     assert not {part for f in files for part in f.parts[-3:]} & set(prepare.NO_TEXT)
+
+
+def wheel(root, package, files):
+    """Install the files of a package below root, as pip does: RECORD names them and has their hashes, but none of
+    the .pyc that pip makes."""
+    name, version = package.split("==")
+    info, record = root / f"{name}-{version}.dist-info", ""
+    for file, text in {**files, f"{info.name}/LICENSE.md": b"licence", f"{info.name}/METADATA": (
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n").encode()}.items():
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_bytes(text)
+        record += f"{file},sha256=x,{len(text)}\n"
+    (root / name / "made.py").write_text("generated here")
+    (info / "RECORD").write_text(f"{record}{name}/made.py,,\n{info.name}/RECORD,,\n")
+    return package
+
+
+@pytest.fixture
+def wheels(tmp_path, monkeypatch):
+    """Three packages of random words, of which two have files and stretches of the first."""
+    words = lambda seed, n=90: bytes(np.random.default_rng(seed).integers(97, 123, n, dtype=np.uint8))  # noqa
+    first, copied = words(0, 300), words(1)
+    root = tmp_path / "site"
+    files = {"first_one==1.0": ("train", {"a.py": first, "b.md": copied, "c.py": b"x\ny\n", "d.txt": words(9), "e.py": b"x\ny\n"}),
+             "second==2.0": ("val", {"a.py": words(2) + first[100:170] + words(3), "b.py": copied, "c.py": words(4)}),
+             "third==3.0": ("tune", {"a.py": words(5) + first[20:83] + words(6), "b.py": words(7)})}
+    table = {}
+    for package, (part, of) in files.items():
+        name = package.split("=")[0]
+        table[wheel(root, package, {f"{name}/{file}": text for file, text in of.items()})] = part, ""
+    monkeypatch.syspath_prepend(str(root))
+    monkeypatch.setattr(prepare, "PACKAGES", table)
+    return root, table, {f"{package[0]}{file[0]}": text for package, (_, of) in files.items() for file, text in of.items()}
+
+
+def test_packages_are_split_whole_and_without_what_is_in_train(tmp_path, wheels, capsys):
+    """A file that two packages have is train's. 70 bytes of `sa` stand in train, so they are left out; the 63 in `ta`
+    are too few."""
+    _, _, text = wheels
+    folder, tune = make(tmp_path, dataset="packages"), make(tmp_path, dataset="packages-tune")
+    expected = {"train": {text["fa"], text["fb"], text["fc"]}, "val": {text["sa"][:90] + text["sa"][160:], text["sc"]}}
+    for split, docs in expected.items():
+        assert sorted(docs_of(folder, split)) == sorted(doc.decode() for doc in docs)
+        assert load_data(folder)[split].bytes == sum(map(len, docs))
+    assert sorted(docs_of(tune, "val")) == sorted(text[file].decode() for file in ("ta", "tb"))
+    assert ids_of(tune, "train") == ids_of(folder, "train")
+    assert [load_data(f)["val"].meta["left_out"] for f in (folder, tune)] == [70, 0]
+    assert "70 tokens of val left out" in capsys.readouterr().out
+
+
+def test_packages_are_the_same_text_or_refused(tmp_path, wheels):
+    """Line ends of Windows change no text. Another text, another version and a missing package are told with the
+    command that mends them."""
+    root, table, _ = wheels
+    for package in table:
+        digest = hashlib.sha256("\0".join(prepare.package_text(package)).encode()).hexdigest()
+        table[package] = table[package][0], digest[:16]
+    (root / "first_one/c.py").write_bytes(b"x\r\ny\r\n")
+    make(tmp_path, dataset="packages")
+    told = {f"second==2.0, which is {there}: pip install --force-reinstall --no-deps second==2.0": there for there in (
+        "installed as 2.0, but with other text than its wheel's", "installed as 2.1", "not installed")}
+    for (message, there), change in zip(told.items(), (
+            lambda: (root / "second/c.py").write_text("z"),
+            lambda: os.rename(root / "second-2.0.dist-info", root / "second-2.1.dist-info"),
+            lambda: shutil.rmtree(root / "second-2.1.dist-info"))):
+        change()
+        metadata = root / "second-2.1.dist-info/METADATA"
+        if metadata.exists():
+            metadata.write_text("Metadata-Version: 2.1\nName: second\nVersion: 2.1\n")
+        with pytest.raises(UserError) as error:
+            make(tmp_path, dataset="packages", overwrite=True)
+        assert message in str(error.value)
+    make(tmp_path, dataset="packages-tune")     # which needs no `second`
+
+
+def test_the_packages_are_those_of_the_tests_requirements():
+    """The pins, and the text of the packages that are installed with the pinned version."""
+    pins = {line.strip() for file in ("requirements.txt", "tests/requirements.txt") for line in (ROOT / file).open()}
+    assert prepare.PACKAGES.keys() <= pins
+    for package in prepare.PACKAGES:
+        name, version = package.split("==")
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            if importlib.metadata.version(name).partition("+")[0] == version:
+                assert len(prepare.package_text(package)) > 20
+
+
+@given(seed=st.integers(0, 2 ** 32), sizes=st.tuples(st.integers(0, 150), st.integers(1, 300)), copies=st.integers(0, 3))
+def test_repeated_tokens(seed, sizes, copies):
+    """Against every stretch compared with every other, with train in chunks."""
+    rng = np.random.default_rng(seed)
+    val, train = (rng.integers(0, 3, size).astype(np.uint16) for size in sizes)
+    for _ in range(copies):
+        n = int(min(rng.integers(55, 100), *sizes))
+        a, b = (int(rng.integers(0, size - n + 1)) for size in sizes)
+        val[a:a + n] = train[b:b + n]
+    known = {train[i:i + 64].tobytes() for i in range(len(train) - 63)}
+    expected = np.zeros(len(val), dtype=bool)
+    for i in range(len(val) - 63):
+        expected[i:i + 64] |= val[i:i + 64].tobytes() in known
+    with mock.patch.object(data, "CHUNK", 50):
+        assert data.repeated(val, train).tolist() == expected.tolist()
 
 
 def test_local_data_sets(tmp_path, monkeypatch):
