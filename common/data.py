@@ -90,15 +90,18 @@ class TokenData:
         if sha256_of(self.path) != self.sha256:
             raise UserError(f"{self.path} is damaged, meta.json has another SHA-256: {AGAIN}")
 
+    def mapped(self) -> np.ndarray:
+        """Return all tokens (tokens,) as a mapped file."""
+        try:
+            return np.memmap(self.file, dtype=self.dtype, mode="r", shape=(self.tokens,))
+        except ValueError as e:     # the file is too short
+            raise UserError(f"{self.path} is damaged, {first_line(e)}: {AGAIN}") from None
+
     def windows(self, starts, length) -> np.ndarray:
         """Return the tokens (B, length) int64 that begin at starts (B,), each in [0, tokens -
         length]. The file is mapped every time, because a mapping that is kept holds every page
         that it ever touched in memory."""
-        try:
-            tokens = np.memmap(self.file, dtype=self.dtype, mode="r", shape=(self.tokens,))
-        except ValueError as e:     # the file is too short
-            raise UserError(f"{self.path} is damaged, {first_line(e)}: {AGAIN}") from None
-        ids = tokens[np.asarray(starts)[:, None] + np.arange(length)]
+        ids = self.mapped()[np.asarray(starts)[:, None] + np.arange(length)]
         if ids.size and ids.max() >= self.vocab_size:
             raise UserError(f"token {ids.max()} in {self.path} is out of the vocabulary "
                             f"({self.vocab_size})")

@@ -16,6 +16,10 @@ tokens. The text is cut into windows of the longest of `lengths`; what does not 
 left out. For shorter lengths the same windows are cut into pieces, so all lengths predict the
 same tokens.
 
+`overlap` is the fraction of the validation tokens that stand in a stretch of 64 tokens that also
+occurs in the train text of the same data set. `clean` has the losses on the windows without such
+tokens; its bits per byte are those of these windows' own bytes.
+
 gold_ce of a task with choices: the cross-entropy of the right answer, that is, minus its
 log-likelihood after the question, in nats. prefill=interleaved scores lrt by its training
 estimate of the memories: about ten times as fast as the exact chain, and not equal to it.
@@ -33,7 +37,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common.checkpoint import build_model, check_tokenizer, load_checkpoint
-from common.data import Windows, bits_per_byte, is_task, open_data
+from common.data import Windows, bits_per_byte, is_task, open_data, repeated
 from common.device import autocast, pick_device
 from common.options import (Options, UserError, choice, first_line, need, run_cli, split_args,
                             typed_config)
@@ -71,10 +75,12 @@ class EvalConfig(Options):
 
 @torch.no_grad()
 def losses(model, batches, windows, length, units):
-    """Mean cross-entropy at each position, {k: (k length,) float64} for each k of units.
-    windows have the longest of these lengths; length: the trained one."""
+    """Return for each k of units the mean cross-entropy at each position, {k: (k length,)}, and
+    the nats of each window in all, {k: (windows,)}, both float64. The windows have the longest of
+    these lengths, and `length` is the trained one."""
     device = model.wte.weight.device
     sums = {k: torch.zeros(k * length, dtype=torch.float64) for k in units}
+    totals = {k: [] for k in units}
     for starts in tqdm(windows, disable=None, leave=False, unit="batch"):
         x, y = batches.cut(batches.val, starts)  # (B, longest)
         for k in units:
@@ -82,9 +88,26 @@ def losses(model, batches, windows, length, units):
             logits = model(idx.to(device))[0].flatten(0, 1)
             check_finite(logits)
             nats = F.cross_entropy(logits, targets.flatten().to(device), reduction="none")
-            sums[k] += nats.view_as(idx).cpu().double().sum(0)
+            nats = nats.cpu().double()
+            sums[k] += nats.view_as(idx).sum(0)
+            totals[k].append(nats.view_as(x).sum(1))
     rows = sum(map(len, windows))
-    return {k: sums[k] * k / units[-1] / rows for k in units}  # pieces of a window
+    means = {k: sums[k] * k / units[-1] / rows for k in units}  # pieces of a window
+    return means, {k: torch.cat(totals[k]) for k in units}
+
+
+def clean_losses(totals, starts, longest, data):
+    """Return the fraction of the validation tokens that are repeated from train, and the losses of
+    the windows without one: {k: {ce, bpb, tokens}}, empty if each window has one."""
+    val = data["val"]
+    found = repeated(val.mapped(), data["train"].mapped())
+    clean = [n for n, start in enumerate(starts) if not found[start:start + longest + 1].any()]
+    targets = [val.windows([starts[n] + 1], longest)[0] for n in clean]
+    tokens, size = len(clean) * longest, sum(len(val.tokenizer.decode_bytes(t)) for t in targets)
+    sums = {k: float(nats[clean].sum()) for k, nats in totals.items()}
+    return float(found.mean()), {str(k): {
+        "ce": nats / tokens, "bpb": nats / math.log(2) / size, "tokens": tokens}
+        for k, nats in sums.items() if clean}
 
 
 def by_position(nats):
@@ -123,15 +146,20 @@ def evaluate_text(model, run, cfg, ckpt):
     if limit and longest > limit:
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
                         f"that this model reads (block_size={limit})")
-    check_tokenizer(ckpt, data := open_data(run)["val"], "the model")
+    splits = open_data(run)
+    check_tokenizer(ckpt, data := splits["val"], "the model")
     batches = Windows(data, max(1, cfg.batch_size // cfg.units[-1]), longest)
     windows, found = batches.val_batches(cfg.batches), {}
-    for k, nats in losses(model, batches, windows, length, cfg.units).items():
+    means, totals = losses(model, batches, windows, length, cfg.units)
+    for k, nats in means.items():
         ce = float(nats.mean())
         found[str(k)] = {"ce": ce, "bpb": bits_per_byte(ce, data), "context": len(nats),
                          "positions": by_position(nats)}
     tokens = sum(map(len, windows)) * longest
-    result = {**found[str(cfg.units[0])], "tokens": tokens, "lengths": found}
+    overlap, clean = clean_losses(totals, [s for w in windows for s in w], longest, splits)
+    for k, values in clean.items():
+        found[k]["clean"] = values
+    result = {**found[str(cfg.units[0])], "tokens": tokens, "overlap": overlap, "lengths": found}
     some = windows[::math.ceil(len(windows) / 50)]  # 50 batches at most, from all the text
     inputs = [batches.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
     if getattr(model.cfg, "exit_loop", 0):

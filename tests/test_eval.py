@@ -3,6 +3,8 @@ the same numbers."""
 import contextlib
 import io
 import json
+import math
+import random
 import sys
 
 import numpy as np
@@ -20,7 +22,7 @@ from common.data import TextBatches, load_data
 from common.options import TrainConfig
 from sample import stream
 from test_gpt import saved_llama
-from test_prepare import EOT, llama2, smollm, write_model
+from test_prepare import EOT, ids_of, llama2, make, smollm, write_model
 from common.huggingface import from_pretrained, hf_tokenizer
 from common.tokenizer import HFTokenizer, load_tokenizer
 
@@ -70,6 +72,32 @@ def test_all_lengths_predict_the_same_tokens(run, data_dir):
         got = found["lengths"][str(k)]
         assert got["ce"] == pytest.approx(want.mean().item(), rel=1e-6) and got["context"] == 24 * k
     assert got["positions"]["64-95"] == pytest.approx(want[64:].mean().item(), rel=1e-6)
+
+
+def test_what_is_repeated_from_train_is_told_apart(tmp_path):
+    """A text of 25,000 random words, whose end, the validation text, has 800 bytes of its middle."""
+    rng = random.Random(0)
+    text = " ".join("".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(25_000))
+    text = text[:-5000] + text[30_000:30_800] + text[-4200:]
+    (tmp_path / "copies.txt").write_text(text)
+    folder = make(tmp_path, dataset=f"file:{tmp_path}/copies.txt", tokenizer="bpe:300", name="copies")
+    run = runs.run("gpt", tmp_path, folder.parent, "max_steps=1", "block_size=24", "dataset=copies", "tokenizer=bpe:300").folder
+    train, val = (ids_of(folder, split) for split in ("train", "val"))
+    known, copied = {tuple(train[i:i + 64]) for i in range(len(train))}, set()
+    for i in range(len(val) - 63):
+        copied |= {*range(i, i + 64)} if tuple(val[i:i + 64]) in known else set()
+    found = evaluate(run, "lengths=1,2", "block_size=48")
+    assert found["overlap"] == pytest.approx(len(copied) / len(val)) and 200 < len(copied) < 800
+    windows = [val[s:s + 49] for s in range(0, len(val) - 48, 48) if not copied & {*range(s, s + 49)}]
+    model, tokenizer, _ = load_run(run, block_size=48)
+    for k in 1, 2:
+        with torch.no_grad():
+            x, y = (torch.tensor([w[a:a + 48] for w in windows]).view(-1, 24 * k) for a in (0, 1))
+            nats = F.cross_entropy(model(x)[0].mT, y, reduction="sum").item()
+        size = sum(len(tokenizer.decode(w[1:])) for w in windows)
+        assert found["lengths"][str(k)]["clean"] == {"tokens": y.numel(), "ce": pytest.approx(nats / y.numel(), rel=1e-5),
+                                                     "bpb": pytest.approx(nats / math.log(2) / size, rel=1e-5)}
+    assert found["clean"] == found["lengths"]["1"]["clean"] and found["clean"]["tokens"] < found["tokens"]
 
 
 def harness_model(model, tokenizer, batch_size, **how):
