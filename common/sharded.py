@@ -40,8 +40,8 @@ def gathered(model):
 
 
 def whole(tree):
-    """Lists and dicts with each sharded tensor gathered, on rank 0 and its CPU; the others keep
-    none. All processes must call this."""
+    """Return lists and dicts in which each sharded tensor is gathered, on rank 0 and its CPU. The
+    other processes have None in its place. All processes must call this."""
     if isinstance(tree, dict):
         return {key: whole(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -53,8 +53,8 @@ def whole(tree):
 
 
 def sharded_like(optimizer, state):
-    """The state_dict of an optimizer over whole tensors, as one of this optimizer's: its moments
-    sharded like the parameters."""
+    """Return the state_dict of an optimizer over whole tensors as one of this optimizer, with its
+    moments sharded like the parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {}
     for i, values in state["state"].items():

@@ -254,11 +254,11 @@ class TaskBatches:
         self.fingerprint = f"{cfg.dataset} {cfg.seed} {cfg.task_examples}"
 
     def val_batches(self, limit):
-        """The numbers of the validation examples in micro-batches."""
+        """Return the numbers of the validation examples, in micro-batches."""
         return spread(np.arange(VAL_EXAMPLES), self.rows, limit)
 
     def micro_batch(self, step, index):
-        """Micro-batch `index` (over all processes) of the update after `step`."""
+        """Return micro-batch `index` (over all processes) of the update after `step`."""
         if self.train.count:
             return self.cut(self.train, draw(self.seed, step, self.train.count, self.rows, index,
                                              self.accumulation))
@@ -266,7 +266,7 @@ class TaskBatches:
         return stack(self.train.example(rng) for _ in range(self.rows))
 
     def cut(self, data, numbers):
-        """Inputs and targets of some examples, each (B, T) int64."""
+        """Return the inputs and targets of some examples, each (B, T) int64."""
         return tuple(rows[numbers] for rows in data.examples)
 
 
