@@ -22,6 +22,7 @@ import shlex
 import sys
 import typing
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import yaml
@@ -66,9 +67,22 @@ def run_cli(main, schema=None):
         line = in_one_line(e)
         if line is None:
             raise
-        if line:                # in one piece: other processes may write too
+        if line and not told_by_another():      # in one piece: other processes may write too
             say(f"error: {line}", sys.stderr)
         sys.exit(2)
+
+
+def told_by_another():
+    """Return whether another process of torchrun has come here before. All of them meet an error in
+    the options, and the first tells it. torchrun has a store, which counts them."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    from torch.distributed import TCPStore
+    with contextlib.suppress(RuntimeError):     # no connection
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                         timeout=timedelta(seconds=5))
+        return store.add(f"told/{os.environ['TORCHELASTIC_RESTART_COUNT']}", 1) > 1
+    return False
 
 
 def open_streams():
