@@ -315,7 +315,7 @@ def to_huggingface(tokenizer, folder):
     library = tokenizer.library if tokenizer.kind == "hf" else library_bpe(tokenizer)
     config = {"tokenizer_class": "PreTrainedTokenizerFast",
               "eos_token": library.id_to_token(tokenizer.eot)}
-    library.save(str(Path(folder) / "tokenizer.json"))
+    (Path(folder) / "tokenizer.json").write_bytes(library.to_str(pretty=True).encode())
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
     return True
 

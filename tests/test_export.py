@@ -2,6 +2,7 @@
 back."""
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_what_no_llama_computes_is_refused_and_harms_nothing(model, keys, data_d
 
 def test_an_export_replaces_an_export_and_nothing_else(data_dir, tmp_path, monkeypatch):
     """Files that transformers reads besides ours are refused. What fails, or was killed before, leaves nothing."""
-    run, hf = str(runs.run("gpt", tmp_path, data_dir, "max_steps=1").folder), tmp_path / "new" / "hf"
+    run, hf = str(runs.run("gpt", tmp_path, data_dir, "max_steps=1").folder), tmp_path / "new" / os.fsdecode(b"caf\xe9")
     char = runs.run("gpt", tmp_path / "char", data_dir, "max_steps=1")
     state = {**train.state(char), "tokenizer": CharTokenizer("ab").to_dict()}
     checkpoint.save_checkpoint(tmp_path / "char.pt", state)
