@@ -145,6 +145,8 @@ def load_llama(folder):
     transformers = need("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if (folder / "adapter_config.json").exists():   # transformers reads it only where peft is
+        raise ValueError("adapter_config.json is not supported: merge the adapter into the weights")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if config.model_type not in FAMILIES:

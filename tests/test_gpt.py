@@ -166,6 +166,9 @@ def test_a_hub_name_is_downloaded(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **k: {"owner/name": str(tmp_path)}[name])
     cfg = huggingface.from_pretrained("owner/name").cfg
     assert (cfg.rope_theta, cfg.kv_heads, cfg.window, cfg.block_size) == (1234.0, 2, 7, 64)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="merge the adapter"):
+        huggingface.from_pretrained(tmp_path)
     with pytest.raises(UserError, match="owner/other is not a folder here and could not be downloaded"):
         huggingface.from_pretrained("owner/other")
 
