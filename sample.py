@@ -21,7 +21,8 @@ import torch
 import graphs
 from common.checkpoint import load_run
 from common.device import pick_device
-from common.options import Options, UserError, choice, read_text, run_cli, split_args, typed_config
+from common.options import (Options, UserError, choice, home, read_text, run_cli, split_args,
+                            typed_config)
 from decoding import next_tokens
 
 
@@ -179,7 +180,7 @@ def read_prompts(text):
     kind, _, path = text.partition(":")
     if kind not in ("FILE", "LINES"):
         return [text]
-    content = read_text(path, f"prompt file {path}")
+    content = read_text(home(path), f"prompt file {path}")
     lines = [line.rstrip("\r") for line in content.split("\n") if line.strip()]
     prompts = [content] if kind == "FILE" else lines
     if not prompts or not prompts[0]:

@@ -245,7 +245,8 @@ def check_known(values, options):
             raise UserError(f"unknown option {name!r:.60}: {hint}")
 
 
-PATHS = "out_dir", "data_dir", "init_from", "teacher", "config", "export", "requests"
+PATHS = ("out_dir", "data_dir", "init_from", "teacher", "config", "export", "requests",
+         "include_path")
 
 
 def home(path) -> str:
