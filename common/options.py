@@ -328,9 +328,10 @@ def model_module(name):
     config, needs = getattr(module, "Config", None), {"block_size", "vocab_size"}
     if not (isinstance(config, type) and is_dataclass(config) and needs <= {*names(config)}
             and all(f.default is not MISSING for f in fields(config))
-            and isinstance(getattr(module, "Model", None), type)):
+            and {"state_dict", "flops_per_token"} <= {*dir(getattr(module, "Model", None))}):
         raise UserError(f"{module.__file__} is not a model file: it needs a dataclass Config with "
-                        f"block_size, vocab_size and a default for each field, and a class Model")
+                        f"block_size, vocab_size and a default for each field, and a torch module "
+                        f"Model with flops_per_token")
     return module
 
 

@@ -501,7 +501,9 @@ def test_what_is_told_before_a_run(tmp_path, data_dir, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "class Config: pass", "from model_gpt import Config", "Config = 5\nfrom model_gpt import Model",
-                                  "from model_gpt import Model, dataclass\n@dataclass\nclass Config:\n    block_size: int = 1"])
+                                  "from model_gpt import Model, dataclass\n@dataclass\nclass Config:\n    block_size: int = 1",
+                                  "from model_gpt import Config\nclass Model:\n    flops_per_token = 3",
+                                  "from model_gpt import Config, nn\nclass Model(nn.Module):\n    pass"])
 def test_a_file_that_is_no_model(text, tmp_path, monkeypatch):
     (tmp_path / "model_broken.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
