@@ -208,8 +208,14 @@ def main(argv):
         ckpt["model_config"]["exit_loop"] = cfg.exit_loop
     model = build_model(ckpt).eval()
     if path.suffix == ".pt":
+        made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(path, {**ckpt, "optimizers": []})
+        try:
+            save_checkpoint(path, {**ckpt, "optimizers": []})
+        except UserError:                       # nothing is left behind
+            for folder in made:
+                folder.rmdir()
+            raise
     else:
         from common.huggingface import export
         export(model, load_tokenizer(ckpt["tokenizer"]), path)

@@ -158,6 +158,10 @@ def test_an_export_replaces_an_export_and_nothing_else(data_dir, tmp_path, monke
     with monkeypatch.context() as patch, pytest.raises(UserError, match="a full disk"):
         patch.setattr(huggingface, "to_huggingface", fails)
         checkpoint.main([run, f"export={tmp_path / 'hf'}"])
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="could not save"):
+        patch.setattr(torch, "save", lambda *given: os.stat("/nowhere"))
+        checkpoint.main([run, f"export={tmp_path / 'made' / 'too' / 'm.pt'}"])
+    assert not (tmp_path / "made").exists()
     assert not (tmp_path / "hf").exists() and not (tmp_path / ".hf.tmp").exists()
     checkpoint.main([run, f"export={hf}"])
     before = snapshot(hf)
