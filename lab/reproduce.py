@@ -6,17 +6,24 @@ Every table and picture of RESULTS.md, again: runs what is missing, then writes 
     python -m lab.reproduce rt_norm lrt_s3      experiments by name
     python -m lab.reproduce rt_norm again       also the runs whose text or model has changed since
     python -m lab.reproduce write               no runs: only tables and pictures (of all, or some)
+    python -m lab.reproduce intervals compare_flops compare_controls
+                                                differences of all rows, with their 95 % intervals
 
 The runs of experiments/NAME.yaml are out/NAME-*. results/NAME.jsonl has a line for each command
 that is done: it is not run again (a run is, if its config file has other values today). So a
 reproduction that was stopped goes on where it was. A line has the fingerprints of the prepared
 text and of the model's files. Where they are others today, this is told, and so is a text that has
 changed since it was prepared. To repeat a run, delete its line and its folder.
+
+A difference is the mean of the differences of runs with the same seed. The two numbers behind it
+are its 95 % interval by the t distribution. Differences whose interval includes 0, and ratios whose
+interval includes 1, are called ties. Two seeds or one have no interval.
 """
 import ast
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -28,6 +35,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -57,9 +65,10 @@ class Experiment:
     from={LABEL}/step_N.pt, our own option, goes on from that checkpoint (keep_interval).
 
     A column is `text`, `options` (those of the row), or the name of a value and its format, such as
-    `val_bpb .3f`. Values: of the log's last line and last evaluation (flops, val_bpb), of lab.eval
-    (NAME.bpb), of `bench.py runs` (speed.train_ms). The axes of a picture are such names too,
-    those of the log of training steps (curves.flops), or bins, for a list of ten of lab.eval."""
+    `val_bpb .3f`. For the difference to another row ` against ROW` stands behind the format.
+    Values: of the log's last line and last evaluation (flops, val_bpb), of lab.eval (NAME.bpb), of
+    `bench.py runs` (speed.train_ms). The axes of a picture are such names too, those of the log of
+    training steps (curves.flops), or bins, for a list of ten of lab.eval."""
     name: str
     title: str
     tier: str                   # quick | cpu | gpu
@@ -79,6 +88,9 @@ class Experiment:
             row = self.rows[label] = own | (row if isinstance(row, dict) else {"options": row})
             if unknown := row.keys() - {*own, *self.columns}:
                 raise ValueError(f"{label} has an unknown field {min(unknown)!r}")
+        for what in self.columns.values():
+            if AGAINST in what and what.partition(AGAINST)[2] not in self.rows:
+                raise ValueError(f"column {what!r} is against no row")
 
 
 def load_experiments():
@@ -387,11 +399,23 @@ def table(experiment, rows):
         row = experiment.rows[label]
         few = f" ({len(results)} of {row['seeds']} seeds)" * (len(results) < row["seeds"])
         own = {"options": f"`{row['options']}`"}
-        cells = [row.get(title, "") if what == "text" else own.get(what) or cell(results, what)
+        cells = [row.get(title, "") if what == "text" else own.get(what) or
+                 (against(rows, label, what) if AGAINST in what else cell(results, what))
                  for title, what in experiment.columns.items()]
         if any(cells):          # a source that is not evaluated has none
             lines.append("| " + " | ".join([label + few, *cells]) + " |")
     return "\n".join([*lines, "", ""])
+
+
+def rows_of(experiment, runs):
+    """Return {label: the results of its seeds}, with what the benchmarks measured."""
+    measured = filter(None, benches(experiment, runs).values())
+    speeds = {name: v for line in measured for name, v in line.get("speed", {}).items()}
+    rows, bins = {}, [(i + 0.5) / 10 for i in range(10)]
+    for run in [run for run in runs if run.result]:
+        more = {"speed": speeds.get(run.name), "bins": bins, "seed": run.seed}
+        rows.setdefault(run.label, []).append(run.result | more)
+    return rows
 
 
 def how_made(experiment, lines):
@@ -426,11 +450,7 @@ def write(experiment, runs):
     """Print the table, put it between the marks <!-- NAME --> and <!-- end --> of README.md and
     of files in lab, and draw the picture."""
     measured = [line for line in benches(experiment, runs).values() if line]
-    speeds = {name: v for line in measured for name, v in line.get("speed", {}).items()}
-    rows, bins = {}, [(i + 0.5) / 10 for i in range(10)]
-    for run in [run for run in runs if run.result]:
-        more = {"speed": speeds.get(run.name), "bins": bins}
-        rows.setdefault(run.label, []).append(run.result | more)
+    rows = rows_of(experiment, runs)
     if not rows and not measured:
         return
     text = table(experiment, rows) if rows else ""
@@ -443,6 +463,63 @@ def write(experiment, runs):
     if experiment.picture:
         panels = [panel_of(rows, **panel) for panel in experiment.picture]
         draw(HERE / "assets" / f"{experiment.name}.png", panels, experiment.title)
+
+
+# ---- paired differences ----
+
+# The 97.5 % quantiles of the t distribution by the number of pairs (degrees of freedom plus one).
+QUANTILES = {3: 4.3027, 4: 3.1824, 5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
+AGAINST = " against "
+
+
+def paired(results, others, name, of_other=None, ratio=False):
+    """Return the differences, or the ratios, of a value in runs with the same seed."""
+    known = {other["seed"]: look_up(other, of_other or name) for other in others}
+    pairs = [(look_up(result, name), known.get(result["seed"])) for result in results]
+    return [a / b if ratio else a - b for a, b in pairs if None not in (a, b)]
+
+
+def interval(values, form, null=0):
+    """Return the text of paired differences, "mean (low to high)", with "tie, " before it where the
+    95 % interval includes `null`. Fewer than three values have no interval."""
+    n, mean = len(values), fmean(values)
+    if n < 3:
+        return f"{mean:{form}} ({n} seed{'s' * (n > 1)})"
+    half = QUANTILES[n] * stdev(values) / math.sqrt(n)
+    tie = "tie, " * (abs(mean - null) <= half)
+    return f"{tie}{mean:{form}} ({mean - half:{form}} to {mean + half:{form}})"
+
+
+def against(rows, label, what):
+    """Return the cell of a column "NAME FORMAT against ROW": empty in that row itself."""
+    value, _, other = what.partition(AGAINST)
+    name, form = value.split()
+    values = paired(rows[label], rows.get(other, []), name)
+    return interval(values, form) if values and label != other else ""
+
+
+def print_intervals(plans):
+    """Print the differences of all pairs of rows of {experiment: its runs} in each value of the
+    tables that depends on the seed, times as ratios too, and those of the losses of one row."""
+    rows, forms = {}, {}
+    for experiment, runs in plans.items():
+        of = f"{experiment.name}: " * (len(plans) > 1)
+        rows |= {f"{of}{label}": v for label, v in rows_of(experiment, runs).items()}
+        forms |= dict(what.split()[:2] for what in experiment.columns.values() if " " in what)
+    losses = [name for name in forms if name.endswith("bpb")]
+    pairs = [(f"{name}: ", a, b, name, name) for name in forms for a, b in combinations(rows, 2)]
+    pairs += [("", row, row, a, b) for row in rows for a, b in combinations(losses, 2)]
+    for before, row, other, name, of_other in pairs:
+        values = paired(rows[row], rows[other], name, of_other)
+        if len({*values, 0.0}) == 1 or len(values) > 1 and stdev(values) <= 1e-6 * abs(values[0]):
+            continue        # it does not depend on the seed
+        first, second = (row, other) if row != other else (f"{row}, {name}", of_other)
+        if fmean(values) < 0:
+            values, first, second = [-v for v in values], second, first
+        print(f"{before}{first} above {second}: {interval(values, forms[name])}")
+        for a, b in [(row, other), (other, row)] * name.startswith("speed."):
+            values = paired(rows[a], rows[b], name, ratio=True)
+            print(f"{before}{a} takes {interval(values, '.3f', 1)} times {b}")
 
 
 # ---- the command ----
@@ -478,9 +555,11 @@ def main(argv):
     if asks_help(argv):
         return print(__doc__ or f"NAME one of: {', '.join(load_experiments())}")    # python -OO
     experiments, names, failed = load_experiments(), {*argv}, []
-    check_known(argv, [*experiments, *TIERS, "write", "again"])
+    check_known(argv, [*experiments, *TIERS, "write", "again", "intervals"])
     if "again" in names and names <= {"write", "again"}:
         raise UserError("again needs the names of experiments, or a tier")
+    if "intervals" in names:
+        return print_intervals({e: plan(e) for e in experiments.values() if e.name in names})
     plans = {e: plan(e) for e in experiments.values()
              if names <= {"write"} or {e.name, e.tier} & names}
     if "write" not in names:

@@ -3,6 +3,7 @@ import dataclasses
 import fcntl
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -208,6 +209,34 @@ def test_cells_show_mean_and_deviation_over_the_seeds():
     results = [{"a": {"b": 1.0}, "n": 3}, {"a": {"b": 2.0}, "n": 3}, {"n": 3}]
     assert reproduce.cell(results, "a.b .2f") == "1.50 ± 0.71"
     assert reproduce.cell(results, "n ,.0f") == "3" and reproduce.cell(results, "missing .2f") == ""
+
+
+def test_paired_differences_and_their_intervals(monkeypatch, capsys):
+    """Runs are paired by their seeds. 2 +- 4.3027 / sqrt(3) is the interval of 1, 2 and 3; QUANTILES against the t
+    distribution's integral. What includes 0, or 1 for ratios, is a tie; two seeds have no interval."""
+    for n, quantile in reproduce.QUANTILES.items():
+        x = torch.linspace(0, quantile, 100_001, dtype=torch.float64)
+        density = (1 + x ** 2 / (n - 1)) ** (-n / 2) * math.gamma(n / 2) / math.gamma((n - 1) / 2) / math.sqrt(math.pi * (n - 1))
+        assert torch.trapezoid(density, x).item() == pytest.approx(0.475, abs=1e-5)
+    assert reproduce.interval([1, 2, 3], ".3f") == "tie, 2.000 (-0.484 to 4.484)"
+    assert reproduce.interval([3, 4, 5], ".3f") == "4.000 (1.516 to 6.484)"
+    assert reproduce.interval([3, 4, 5], ".3f", null=2) == "tie, 4.000 (1.516 to 6.484)"
+    assert reproduce.interval([1, 2], ".1f") == "1.5 (2 seeds)"
+    of = lambda seeds, values: [{"seed": seed, "val_bpb": value, "speed": {"ms": value}} for seed, value in zip(seeds, values)]
+    rows = {"a": of([1, 2, 3], [5.0, 7.0, 9.0]), "b": of([3, 1, 2], [5.0, 2.0, 3.0]), "c": of([2], [1.0])}
+    assert reproduce.paired(rows["a"], rows["b"], "val_bpb") == [3, 4, 4]
+    experiment = reproduce.Experiment("mine", "a trial", "cpu", rows=dict.fromkeys(rows, ""), columns={
+        "bits": "val_bpb .1f", "to b": "val_bpb .2f against b", "ms": "speed.ms .2f"})
+    cells = [line.split(" | ")[2] for line in reproduce.table(experiment, rows).splitlines()[2:-1]]
+    assert cells == ["3.67 (2.23 to 5.10)", "", "-2.00 (1 seed)"]
+    monkeypatch.setattr(reproduce, "rows_of", lambda experiment, runs: rows)
+    reproduce.print_intervals({experiment: []})
+    printed = capsys.readouterr().out
+    for line in ("val_bpb: a above b: 3.67 (2.23 to 5.10)", "val_bpb: a above c: 6.00 (1 seed)",
+                 "speed.ms: a takes 2.211 (1.303 to 3.119) times b", "speed.ms: b takes 0.461 (0.256 to 0.667) times a"):
+        assert line in printed
+    with pytest.raises(ValueError, match="against no row"):
+        reproduce.Experiment("mine", "a trial", "cpu", rows={"a": ""}, columns={"to b": "val_bpb .2f against b"})
 
 
 @pytest.mark.parametrize("name, keys, off, is_base", [
