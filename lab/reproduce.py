@@ -11,8 +11,9 @@ Every table and picture of RESULTS.md, again: runs what is missing, then writes 
 
 The runs of experiments/NAME.yaml are out/NAME-*. results/NAME.jsonl has a line for each command
 that is done: it is not run again (a run is, if its config file has other values today). So a
-reproduction that was stopped goes on where it was. A line has the fingerprints of the prepared
-text and of the model's files. Where they are others today, this is told, and so is a text that has
+reproduction that was stopped goes on where it was. A line has the commit, a hash of each file that
+differed from it, the CPU, the threads and versions. It has the fingerprints of the prepared text
+and of the model's files. Where they are others today, this is told, and so is a text that has
 changed since it was prepared. To repeat a run, delete its line and its folder.
 
 A difference is the mean of the differences of runs with the same seed. The two numbers behind it
@@ -35,6 +36,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cache
+from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -45,13 +47,14 @@ from common.checkpoint import load_checkpoint, read_log
 from common.data import data_folder
 from common.options import (HERE, TrainConfig, UserError, asks_help, check_known, first_line,
                             load_yaml, lock, model_module, note, read_json, replace_file, run_cli,
-                            split_args, typed_config)
+                            sha256_of, split_args, typed_config)
 from lab.plot import draw
 from prepare import tell_changes
 
 LAB, OUT = HERE / "lab", HERE / "out"
 TIERS = "quick", "cpu", "gpu"
-JOBS = 2                        # runs at the same time, each on one thread (gpu: one run)
+JOBS = 2                        # runs at the same time (gpu: one run)
+THREADS = 1                     # of a run
 BENCH_MINUTES = 5               # a call of bench.py, about
 CURVE_POINTS = 60               # of a run's log that its result keeps, about
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
@@ -241,7 +244,7 @@ def start(run):
         made_of.write_text(options)
     with open(f"{run.folder}.txt", "w") as out:
         return python("train.py", *run.arguments, f"run={run.name}", "resume=auto", stdout=out,
-                      OMP_NUM_THREADS="1")
+                      OMP_NUM_THREADS=str(THREADS))
 
 
 def train_all(runs, jobs):
@@ -282,7 +285,8 @@ def record(run):
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
     sizes = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}     # tied ones count once
     steps = [row for row in log if "lr" in row]         # the others are evaluations
-    result = {"command": run.command, **made_by(), **made_from(run), "keys": file_options(run),
+    result = {"command": run.command, **made_by(THREADS), **made_from(run),
+              "keys": file_options(run),
               "parameters": sum(sizes.values()),
               "tokens_per_second": median(row["tokens_per_second"] for row in steps),
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
@@ -325,7 +329,7 @@ def measure(experiment, runs):
             print(f"{command}: {last}")
             failed.append(command)
             continue
-        line = {"command": command, **made_by()}
+        line = {"command": command, **made_by(torch.get_num_threads())}
         if arguments[0] == "runs":
             line["speed"] = {Path(f).name: v for f, v in json.loads(last).items()}
         append(experiment, line)
@@ -359,15 +363,40 @@ def append(experiment, line):
         replace_file(file, f"{old}{json.dumps(line)}\n".encode())
 
 
-def made_by():
-    """The commit of the code, and the machine."""
-    git = lambda *command: shutil.which("git") and subprocess.run(
-        ["git", *command], cwd=HERE, capture_output=True, text=True).stdout.strip()
-    commit = git("rev-parse", "--short", "HEAD") or "unknown"
-    changed = git("status", "--porcelain", "--", "*.py", "configs", "lab/experiments")
+def made_by(threads):
+    """Return the commit of the code, the files that differ from it, the machine, and the versions
+    that decide the numbers. The SHA-256 of the text is in made_from."""
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"commit": commit + "-changed" * bool(changed),
-            "machine": f"{where}, torch {torch.__version__}, Python {platform.python_version()}"}
+    changed = changed_files()
+    commit = git("rev-parse", "--short", "HEAD").strip() or "unknown"
+    differs = {"changed": changed} if changed else {}
+    return {"commit": commit + "-changed" * bool(changed), **differs,
+            "machine": f"{where}, torch {torch.__version__}, Python {platform.python_version()}",
+            "cpu": cpu_model(), "threads": threads,
+            "versions": {name: version(name) for name in ("torch", "numpy", "tokenizers")}}
+
+
+def git(*command):
+    """Return what git prints, and "" where there is no git."""
+    return shutil.which("git") and subprocess.run(["git", *command], cwd=HERE, capture_output=True,
+                                                  text=True).stdout or ""
+
+
+def changed_files():
+    """Return {file: its hash, or "deleted"} of the code, configs and experiments that are not as
+    the commit has them."""
+    of = "--", "*.py", "configs", "lab/experiments"
+    names = (git("diff", "--name-only", "--no-renames", "HEAD", *of)
+             + git("ls-files", "--others", "--exclude-standard", *of)).splitlines()
+    return {name: sha256_of(HERE / name)[:16] if (HERE / name).exists() else "deleted"
+            for name in sorted(names)}
+
+
+def cpu_model():
+    """Return the name that the CPU gives itself, as far as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"(?m)^model name\s*: (.+)$", info.read_text() if info.exists() else "")
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 # ---- tables and pictures ----
@@ -425,7 +454,7 @@ def how_made(experiment, lines):
         said = [f"{len(made)} run{'s' * (len(made) > 1)}, {duration(sum(made) / 60)} of a core",
                 "one seed" if seeds == [1] else
                 f"mean ± standard deviation of {' or '.join(map(str, seeds))} seeds"]
-    for key, word in ("commit", "commit "), ("machine", ""):
+    for key, word in ("commit", "commit "), ("machine", ""), ("cpu", ""):
         found = ", ".join(line[key] for line in lines if key in line)
         said += [word + ", ".join(dict.fromkeys(found.split(", ")))] * bool(found)
     return f"`python -m lab.reproduce {experiment.name}`: {'; '.join(said)}"

@@ -1,6 +1,7 @@
 """reproduce.py trains what is missing, once, and makes tables from results. Every experiment's options are known."""
 import dataclasses
 import fcntl
+import hashlib
 import importlib
 import json
 import math
@@ -11,11 +12,13 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import prepare
 from common.checkpoint import load_start
+from common.data import load_data
 from common.options import UserError, merge, split_args
 from conftest import ROOT, move
 from lab import reproduce
@@ -81,6 +84,8 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     results = [json.loads(line) for line in lines.read_text().splitlines()]
     assert len({line["command"] for line in results}) == len(results) == 4
     assert str(copy) not in json.dumps(results) and "training step" in lines.with_suffix(".txt").read_text()
+    assert all(line["cpu"] and line["threads"] == 1 for line in results[:3])
+    assert results[0]["text"].split() == [of.sha256 for of in load_data(data_dir / "words").values()]
     assert results[0]["keys"]["config"] == "configs/gpt_tiny.yaml" and "dropout" not in results[0]["keys"]
     assert (copy / "assets" / "trial.png").stat().st_size > 10_000
     # A run that starts from weights is resumed without them, and the others are left alone.
@@ -191,6 +196,30 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     assert [run.result for run in runs] == [None, None] and not any(run.folder.exists() for run in runs)
     with pytest.raises(UserError, match="again needs the names of experiments"):
         reproduce.main(["again"])
+
+
+def test_a_result_names_its_machine_and_what_differs_from_the_commit(tmp_path, monkeypatch):
+    """A changed file, a new and a deleted one; a document is no code."""
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
+    git = lambda *command: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *command], cwd=tmp_path,
+                                          check=True, capture_output=True)
+    for name in "a.py", "old.py", "README.md":
+        (tmp_path / name).write_text(name)
+    for command in ("init", "-q"), ("add", "."), ("commit", "-qm", "first"):
+        git(*command)
+    made = reproduce.made_by(1)
+    assert "changed" not in made and re.fullmatch("[0-9a-f]{7,}", made["commit"])
+    assert made["threads"] == 1 and made["cpu"] and made["versions"]["numpy"] == np.__version__
+    assert made["versions"].keys() == {"torch", "numpy", "tokenizers"}
+    (tmp_path / "a.py").write_text("b")
+    (tmp_path / "README.md").write_text("b")
+    (tmp_path / "old.py").unlink()
+    (tmp_path / "lab/experiments").mkdir(parents=True)
+    (tmp_path / "lab/experiments/new.yaml").write_text("b")
+    of_b = hashlib.sha256(b"b").hexdigest()[:16]
+    again = reproduce.made_by(1)
+    assert again["changed"] == {"a.py": of_b, "lab/experiments/new.yaml": of_b, "old.py": "deleted"}
+    assert again["commit"] == made["commit"] + "-changed"
 
 
 @pytest.mark.parametrize("status, step, told", [(0, 2, "stopped; the same command goes on"), (-15, 2, "stopped;"), (0, 6, "done"),
