@@ -53,7 +53,7 @@ from common.options import (TrainConfig, UserError, as_command, asks_help, confi
 from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
 from common.sharded import gathered, shard, whole
 from common.tasks import TaskBatches, count_right
-from prepare import PrepareConfig, prepare, tell_changes
+from prepare import HELD_OUT, PrepareConfig, prepare, tell_changes
 from sample import sample_text
 
 # ---- set-up ----
@@ -152,7 +152,7 @@ def open_batches(cfg, block_size, world):
     with the command that makes the data set."""
     if is_task(cfg.dataset):
         return TaskBatches(cfg, block_size)
-    local = cfg.dataset == "python" or cfg.dataset.startswith("file:")
+    local = cfg.dataset in ("python", *HELD_OUT) or cfg.dataset.startswith("file:")
     if world == 1 and local and not data_folder(cfg).exists():
         prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
     batches = TextBatches(open_data(cfg), cfg, block_size)
