@@ -55,6 +55,9 @@ This file differs from the paper or from the authors' code:
 - kv=share. Here F_2 .. F_R make keys and values that nobody reads, which takes 1 % of a step.
 - Left out are random routers, shared keys with updates, and the capacity warm-up (which is off in
   their code).
+- loop_warmup is not theirs. While training runs r < R recursions, those have the k_1 .. k_r that
+  they have later, and evaluation runs all R. Token choice has no warm-up, because its depths could
+  not be in balance.
 
 Letters beside those of model_gpt.py: K stored blocks (no chunks here), n chosen tokens of the
 fullest row, m rows that run. Recursions count from 1, layers and stored blocks from 0.
@@ -90,6 +93,7 @@ class Config(BaseConfig):
     balance_rate: float = 0.001  # token: how far loss_free moves a bias in a step
     z_loss: float = -1.0         # weight of the z-loss (-1: token 1e-5, expert 0)
     exit_loop: int = 0           # most recursions in evaluation and decoding (0: n_loop)
+    loop_warmup: float = 0.0     # fraction of training's steps over which recursions rise from 1
     init: str = choice("average", "stepwise", "lower", "upper", "random")  # of convert, Table 9
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
@@ -101,7 +105,8 @@ class Config(BaseConfig):
     # init_from may be a run of a model in CONVERTS_FROM (see convert), or a run of this model with
     # other values of the keys in NOT_IN_WEIGHTS.
     CONVERTS_FROM = ("gpt",)
-    NOT_IN_WEIGHTS = ("exit_loop", "aux_weight", "balance_weight", "balance_rate", "z_loss")
+    NOT_IN_WEIGHTS = ("exit_loop", "loop_warmup", "aux_weight", "balance_weight", "balance_rate",
+                      "z_loss")
 
     def __post_init__(self):
         super().__post_init__()
@@ -144,6 +149,7 @@ class Model(LanguageModel):
         blocks = lambda n: nn.ModuleList(self.make_block(cfg, i) for i in range(n))
         super().__init__(cfg, blocks(cfg.n_stored))     # the shared blocks
         self.first, self.last = blocks(n_outside), blocks(n_outside)
+        self.training_loops = R     # if loop_warmup > 0, train.py sets it in each step
         depths = [f"depth{d}" for d in range(1, R + 1)]
         if cfg.router == "expert":
             self.routers = nn.ModuleList(Router(cfg, 1) for _ in range(R))
@@ -167,7 +173,8 @@ class Model(LanguageModel):
         choice decides as in training, and not as in decoding. A plain pass (None) makes its own
         context, as in LanguageModel.hidden."""
         cfg, h = self.cfg, self.drop(self.wte(idx))
-        n_run = cfg.n_loop if self.training and context is None else self.loops_to_run
+        plain_training = self.training and context is None
+        n_run = self.training_loops if plain_training else self.loops_to_run
         tokens = context or AllTokens(cfg, h)
         for block in self.first:
             h = block(h, -2, tokens)
@@ -328,14 +335,15 @@ class Model(LanguageModel):
 
     def flops_per_token(self):
         """Return FLOPs as model_gpt does, but a layer counts for the fraction of tokens that take
-        it. The count of token choice takes the depths to be in balance."""
-        cfg, attn, unread = self.cfg, self.blocks[0].attn, 0
-        routers = [p for name, p in self.named_parameters() if "router" in name]
-        flops = 6.0 * sum(p.numel() for p in [self.head.weight, *routers])
+        it, and only the recursions that a training pass runs now. The count of token choice takes
+        the depths to be in balance."""
+        cfg, attn, unread, n_run = self.cfg, self.blocks[0].attn, 0, self.training_loops
+        routers = sum(p.numel() for name, p in self.named_parameters() if "router" in name)
+        flops = 6.0 * (self.head.weight.numel() + routers * n_run / cfg.n_loop)
         weights = self.block_weights() / cfg.n_stored
         if cfg.kv == "share":  # wk and wv of F_2 .. F_R have no backward pass, 4 of 6 FLOPs
             unread = 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
-        for r in range(1, cfg.n_loop + 1):
+        for r in range(1, n_run + 1):
             # the first and the last layer count with F_1, because all tokens take them
             n_layer = cfg.n_stored + (cfg.n_outside if r == 1 else 0)
             read = weights - (unread if r > 1 else 0)
@@ -653,6 +661,9 @@ def check(cfg):
         raise ValueError(f"router_func={cfg.router_func} must be one of: {', '.join(functions)}")
     cfg.at_least(0, "n_mlp", "aux_weight", "balance_weight", "balance_rate", "z_loss", "exit_loop")
     cfg.at_least(1, "n_loop")
+    if not 0 <= cfg.loop_warmup <= (cfg.router != "token"):
+        raise ValueError(f"loop_warmup={cfg.loop_warmup} must be from 0 to 1, and 0 with "
+                         "router=token")
     if cfg.exit_loop > R:
         raise ValueError(f"exit_loop={cfg.exit_loop} is more than n_loop={R}")
     n_stored, left = divmod(cfg.n_layer - n_outside, R)

@@ -40,7 +40,8 @@ weights remain. The two commands are:
 The head can predict after every loop, so that a model can exit early (Section 3.7):
 
     pass                          loops                  loss
-    training                      R                      CE after the last loop
+    training                      R (loop_warmup: fewer  CE after the last loop
+                                  in the first steps)
     training with early_exit=     R, a head after each   sum_i c_i loss_i, i = 1 .. R
     evaluation, decoding          exit_loop (0: R)       CE after that loop
 
@@ -62,6 +63,8 @@ This file differs from the paper and from that code as follows.
   would break (4).
 - QK-norm. The paper's models have none. Here each use has weights of its own if rank > 0.
 - Positions are RoPE or none. ALiBi and windows are left out, as the paper has neither.
+- loop_warmup is not theirs. Training begins with one loop, and the others follow over a fraction
+  of the steps. Evaluation runs all loops in these steps, too.
 - l, k and u count from 0, and loops from 1, so that loop i is use u = i - 1 of each block. In the
   paper layers count from 1.
 
@@ -99,17 +102,21 @@ class Config(BaseConfig):
     exit_weight: float = 0.1     # aggressive: c_i of the earlier loops
     exit_loss: str = choice("ce", "kl", "both")     # losses of the earlier loops; kl: to the last
     exit_loop: int = 0           # stop after this loop (0: the last)
+    loop_warmup: float = 0.0     # fraction of training's steps over which loops rise from 1 to R
 
     # CONVERTS_FROM names the models whose weights convert reads. NOT_IN_WEIGHTS are keys that may
     # change when a run is resumed, or when it starts from another run's weights.
     CONVERTS_FROM = ("gpt",)
-    NOT_IN_WEIGHTS = ("early_exit", "exit_weight", "exit_loss", "exit_loop")
+    NOT_IN_WEIGHTS = ("early_exit", "exit_weight", "exit_loss", "exit_loop",
+                      "loop_warmup")
 
     def __post_init__(self):
         super().__post_init__()
         if self.n_loop < 1 or self.n_layer % self.n_loop:
             raise ValueError(f"n_loop={self.n_loop} must divide n_layer={self.n_layer}")
         self.at_least(0, "rank", "exit_weight", "n_mlp")
+        if not 0 <= self.loop_warmup <= 1:
+            raise ValueError(f"loop_warmup={self.loop_warmup} must be from 0 to 1")
         if not 0 <= self.exit_loop <= self.n_loop:
             raise ValueError(f"exit_loop={self.exit_loop} must be 0 (the last) or one of the "
                              f"{self.n_loop} loops")
@@ -357,6 +364,7 @@ class Model(LanguageModel):
 
     def __init__(self, cfg):
         super().__init__(cfg, [self.make_block(cfg, k) for k in range(cfg.n_stored)])
+        self.training_loops = cfg.n_loop    # if loop_warmup > 0, train.py sets it in each step
         init_weights(self, cfg.n_layer)
 
     def make_block(self, cfg, k):
@@ -373,7 +381,8 @@ class Model(LanguageModel):
         """idx (B, T) -> the states after each loop, a list of (B, T, C). A plain pass (None) makes
         its own context, as in LanguageModel.hidden."""
         h = self.drop(self.wte(idx))
-        last_loop = self.cfg.n_loop if self.training and context is None else self.loops_to_run
+        plain_training = self.training and context is None
+        last_loop = self.training_loops if plain_training else self.loops_to_run
         return run_loops(self.blocks, h, context or self.context_type(self.cfg, h), last_loop)
 
     def hidden(self, idx, context=None):
@@ -414,9 +423,12 @@ class Model(LanguageModel):
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
 
     def flops_per_token(self):
-        """Return FLOPs as model_gpt does. If there is early_exit, each loop has a head."""
-        more_heads = self.cfg.n_loop - 1 if self.cfg.early_exit != "none" else 0
-        return super().flops_per_token() + 6.0 * more_heads * self.head.weight.numel()
+        """Return FLOPs as model_gpt does, for the loops that a training pass runs now. If there is
+        early_exit, each of them has a head."""
+        heads = self.training_loops if self.cfg.early_exit != "none" else 1
+        in_loops = 6.0 * self.block_weights() + self.mixer_flops()
+        return (in_loops * self.training_loops / self.cfg.n_loop
+                + 6.0 * heads * self.head.weight.numel())
 
     def block_weights(self):
         """Return how many weights of matrix products a token meets. W' counts once for each use. a

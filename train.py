@@ -26,6 +26,7 @@ forward pass one of (seed, step, micro-batch). So a resumed run, and one that ev
 ends in the same weights; a run on another number of processes reads the same tokens. Schedules
 depend on step / max_steps: with a larger max_steps= a resumed run's rate rises again.
 """
+import bisect
 import contextlib
 import importlib.util
 import json
@@ -50,7 +51,8 @@ from common.device import Processes, device_name, gpu_peaks
 from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
                             help_text, lock, merge, model_module, note, replace_file, run_cli, say,
                             split_args)
-from common.optim import blocks_of, load_optimizers, lr_factor, make_optimizers, set_schedules
+from common.optim import (blocks_of, load_optimizers, loop_starts, lr_factor, make_optimizers,
+                          set_schedules)
 from common.sharded import gathered, shard, whole
 from common.tasks import TaskBatches, count_right
 from prepare import HELD_OUT, PrepareConfig, prepare, tell_changes
@@ -204,14 +206,25 @@ def set_budget(cfg, model, step=0, flops=0.0):
     """Set max_steps if max_flops is given. UserError if it is less than one step. A resumed run
     has spent `flops` on its first steps, which may have been larger or smaller than those to
     come."""
-    cost = tokens_per_step(cfg, model) * model.flops_per_token()
-    if 0 < cfg.max_flops < cost:
-        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {cost:.3g} "
+    costs = [0.0]                               # of a step with no loop, with one, two, ...
+    for model.training_loops, _ in enumerate(loop_starts(model.cfg, 1), 1):
+        costs.append(tokens_per_step(cfg, model) * model.flops_per_token())
+    if 0 < cfg.max_flops < costs[1]:
+        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {costs[1]:.3g} "
                         f"floating-point operations")
-    other = step * cost - flops                 # it is 0 but for rounding if all steps are alike
-    left = cfg.max_flops + (other if abs(other) > cost / 2 else 0)
+
+    def of_first(steps, max_steps):
+        """Return the FLOPs of so many steps of a run of max_steps. A loop that begins to run adds
+        its cost to all later steps."""
+        return sum((costs[r] - costs[r - 1]) * max(0, steps - start)
+                   for r, start in enumerate(loop_starts(model.cfg, max_steps), 1))
+
+    def of_run(max_steps):
+        other = flops - of_first(step, max_steps)   # it is 0 but for rounding if no option changed
+        return of_first(max_steps, max_steps) + (other if abs(other) > costs[1] / 2 else 0)
     if cfg.max_flops:                           # 2**62, because a checkpoint holds no larger int
-        cfg.max_steps = max(1, min(int(left / cost), 2**62))
+        steps = bisect.bisect_right(range(2**62), cfg.max_flops, key=of_run) - 1
+        cfg.max_steps = max(1, steps)
 
 
 def load_teacher(cfg, model, data):
@@ -245,7 +258,10 @@ def prepare_forward(cfg, model, procs):
             block.compile()                     # the hooks around the blocks are not compiled
         return model
     forward = torch.compile(model) if compiled else model
-    return torch.nn.parallel.DistributedDataParallel(forward) if procs.world > 1 else forward
+    if procs.world == 1:
+        return forward
+    some = getattr(model.cfg, "loop_warmup", 0) > 0     # parameters wait for their loops
+    return torch.nn.parallel.DistributedDataParallel(forward, find_unused_parameters=some)
 
 
 def check_teacher(run, ckpt, given):
@@ -600,6 +616,8 @@ def train_step(run, stop):
     process was asked to stop. UserError on every process, before any weight moves, if the loss or
     a gradient is not finite."""
     run.model.train()
+    starts = loop_starts(run.model.cfg, run.cfg.max_steps)
+    run.model.training_loops = sum(run.step >= start for start in starts)   # without loops: unread
     logged, asked = clip_and_check(run, forward_backward(run), stop)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -678,6 +696,9 @@ def record_micro_step(run):
     clear_gradients must keep them.
     A replay draws dropout's numbers from the seed that it finds. Clipping and the optimizers stay
     outside of the graph, because the schedules change their numbers in each step."""
+    if getattr(run.model.cfg, "loop_warmup", 0):
+        raise UserError("compile=graph records all loops, so that loop_warmup cannot run fewer "
+                        "(compile=auto can)")
     x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
     weight = torch.ones((), device=x.device, dtype=next(run.model.parameters()).dtype)
     names = []

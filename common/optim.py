@@ -202,6 +202,14 @@ def lr_factor(step, cfg):
     return cfg.min_lr_frac + (1 - cfg.min_lr_frac) * factor
 
 
+def loop_starts(model_cfg, max_steps):
+    """Return the steps at which the first loop of a model's blocks begins to run, the second, and
+    so on. They lie evenly in the first loop_warmup of all steps. A model without loops has one."""
+    R = getattr(model_cfg, "n_loop", 1)
+    warmup = getattr(model_cfg, "loop_warmup", 0.0) * max_steps
+    return [math.ceil(warmup * r / max(1, R - 1)) for r in range(R)]
+
+
 def set_schedules(group, step, cfg):
     """Set a group's values for the update after `step` completed steps."""
     group["lr"] = group["peak_lr"] * lr_factor(step, cfg)

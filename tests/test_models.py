@@ -275,20 +275,49 @@ EXACT = "gpt", "rt", "rat", "relaxed", "ut", "ema", "rat_loops"
 @pytest.mark.parametrize("name, sizes", [*((name, {}) for name in MODELS if name not in ("mor", "rat")),
                                          ("rat", dict(chunk=1)), ("rt", dict(recurrent=False)), ("lrt", dict(source=0)),
                                          ("relaxed", dict(rank=0, n_kv_head=2)),
-                                         ("relaxed", dict(n_layer=6, n_loop=3, early_exit="weighted", mlp="gelu"))])
+                                         ("relaxed", dict(n_layer=6, n_loop=3, early_exit="weighted", mlp="gelu")),
+                                         ("relaxed", dict(n_layer=6, n_loop=3, loops=2)),
+                                         ("relaxed", dict(n_layer=6, n_loop=3, early_exit="weighted", loops=1))])
 def test_flops_are_those_of_the_products(name, sizes):
     """They are those of a training step by the naive path, which computes the masked half of the scores too.
     (test_mor.py has MoR's.) RT and LRT leave out some small products of their memories, and a model that is not ours
     may leave out more."""
+    loops, sizes = sizes.get("loops"), {k: v for k, v in sizes.items() if k != "loops"}
     model, x = tiny(name, n_embd=64, block_size=8, fast=False, **sizes).train(), tokens(1, 8)
+    model.training_loops = loops or getattr(model.cfg, "n_loop", 1)     # loops of a step of loop_warmup
     with FlopCounterMode(display=False) as counter:
         model(x, x)[1].backward()
     if name in EXACT and (name, sizes) != ("rt", {}):
-        masked = 12 * 64 * model.cfg.n_layer * (8 * 7 / 2) * (name != "ema")    # ema has no scores
+        n_layer = model.cfg.n_layer * loops // model.cfg.n_loop if loops else model.cfg.n_layer
+        masked = 12 * 64 * n_layer * (8 * 7 / 2) * (name != "ema")    # ema has no scores
         assert counter.get_total_flops() == 8 * model.flops_per_token() + masked
     else:
         rel = 0.015 if name in ("rt", "lrt") else 0.3
         assert counter.get_total_flops() == pytest.approx(8 * model.flops_per_token(), rel=rel)
+
+
+@pytest.mark.parametrize("loops", [1, 2])
+@pytest.mark.parametrize("name, sizes", [
+    ("relaxed", dict(n_layer=6)), ("relaxed", dict(n_layer=6, early_exit="weighted")), ("mor", {}), ("mor", dict(kv="share")),
+    ("mor", dict(causal="aux_router", share="sequence", n_layer=6)), ("mor", dict(router="none"))], ids=str)
+def test_a_training_pass_with_fewer_loops(name, sizes, loops):
+    """It computes what the same loops compute when a model stops after them, by both paths, and the parts of later loops
+    get no gradient."""
+    model, naive = (tiny(name, n_loop=3, **sizes, fast=fast).train() for fast in (True, False))
+    naive.load_state_dict(model.state_dict())
+    model.training_loops = naive.training_loops = loops
+    x = tokens(2, 64)
+    got = outputs_and_gradients(model, x)
+    assert_same(got, outputs_and_gradients(naive, x))
+    late = [g for n, g in got[2].items() if n.startswith((f"routers.{loops}", f"aux_routers.{loops}"))]
+    late += [g[loops:] for n, g in got[2].items() if n.endswith((".a", ".b"))]
+    assert not any(g.any() for g in late) and (late or sizes == dict(router="none"))
+    stops = importlib.import_module(f"model_{name}").Model(dataclasses.replace(model.cfg, exit_loop=loops)).double().eval()
+    stops.load_state_dict(model.state_dict())
+    h = stops.states(x[:, :-1], top_k=True)[0] if name == "mor" else stops.hidden(x[:, :-1])
+    assert relative(got[0], stops.head(h).detach()) < 1e-12
+    model.training_loops = 3
+    assert relative(got[0], outputs_and_gradients(model, x)[0]) > 1e-3
 
 
 @models

@@ -160,10 +160,11 @@ def test_routing_is_its_equations(sizes, training, T):
                 assert T == 1 or rms(b) > floor, f"{name}: nothing is compared"
 
 
+@pytest.mark.parametrize("loops", [3, 2])
 @pytest.mark.parametrize("sizes", [
     dict(n_kv_head=2, tie_embeddings=False, router_arch="mlp"), dict(kv="share", causal="aux_router"),
     dict(router="none", kv="share")], ids=str)
-def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, monkeypatch):
+def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, loops, monkeypatch):
     """Attention is written out here so that it is counted. It takes all keys that a query is given. The model counts
     the visible keys, for chosen tokens that are spread evenly."""
     given, T, C, attend = [], 24, 32, model_gpt.attend
@@ -173,17 +174,18 @@ def test_only_chosen_tokens_run_and_flops_are_theirs(sizes, monkeypatch):
         return attend(q, k, v, bias, False)
     monkeypatch.setattr(model_gpt, "attend", counted)
     model, x = mor(block_size=T, pos="none", **sizes).train(), tokens(1, T)
+    model.training_loops = loops
     with FlopCounterMode(display=False) as counter:
         model(x, x)[1].backward()
     cfg, R = model.cfg, model.cfg.n_loop
-    taken = [T if cfg.router == "none" else T * (R - r) // R for r in range(R)]
+    taken = [T if cfg.router == "none" else T * (R - r) // R for r in range(loops)]
     counts = taken * cfg.n_stored + [T] * cfg.n_outside
     narrow = cfg.kv == "recursion"
     assert sorted(given) == sorted(n * (n if narrow else T) for n in counts)
     visible = sum(n * ((n if narrow else T) + 1) / 2 for n in counts)
     found = counter.get_total_flops() - 12 * C * (sum(given) - visible)
     if cfg.causal == "aux_router":                  # their input is detached, so that there is no gradient for it
-        found += 2 * C * T * R
+        found += 2 * C * T * loops
     assert found == pytest.approx(T * model.flops_per_token(), rel=1e-12)
 
 

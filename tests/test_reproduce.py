@@ -274,6 +274,7 @@ def test_paired_differences_and_their_intervals(monkeypatch, capsys):
     ("shift", dict(shift="output"), lambda m: m.mix.data.zero_(), "model_lrt"),
     ("shift", dict(shift="layer"), lambda m: [m.gamma.data.zero_(), m.rec.wk.weight.data.zero_(),
                                               m.rec.wv.weight.data.zero_()], "model_lrt"),
+    ("inject", {}, lambda m: m.blocks[0].gamma.data.zero_(), "model_relaxed"),
     ("inside", {}, lambda m: [block.attn.w_gate.weight.data.zero_() for block in m.blocks], "model_lrt")])  # g_loc = 1
 def test_a_control_is_its_model_but_for_one_thing(name, keys, off, is_base):
     """If that thing is switched off, the control computes what its base does. Otherwise it computes other values, which

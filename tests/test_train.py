@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ from emulated_graphs import emulate
 models = pytest.mark.parametrize("name", MODELS)
 RESUMED = [*((name, []) for name in MODELS), ("gpt", ["optimizer=muon"]),
            ("gpt", ["dataset=task:s3", "task_examples=0"]), ("gpt", ["dataset=task:recall", "task_examples=30"]),
-           ("mor", ["router=token", "balance=loss_free", "max_steps=5"])]
+           ("mor", ["router=token", "balance=loss_free", "max_steps=5"]), ("mor", ["loop_warmup=0.8", "n_layer=5", "n_loop=3"]),
+           ("relaxed", ["loop_warmup=0.8", "n_layer=6", "n_loop=3", "rank=2", "qk_norm=true", "early_exit=weighted"])]
 
 
 @pytest.mark.parametrize("name, more", RESUMED, ids=lambda x: x if isinstance(x, str) else ",".join(x[:2]))
@@ -266,6 +268,59 @@ def test_a_budget_of_operations(tmp_path, data_dir):
     assert more.cfg.max_steps == 2 + (whole - 2) // 2
     options.unlock(more.folder)
     assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6
+
+
+def test_loops_rise_over_the_warm_up(tmp_path, data_dir, monkeypatch):
+    """Each step trains with the loops that are due, and its FLOPs are those of its loops."""
+    cfg = lambda **more: SimpleNamespace(n_loop=3, **more)
+    assert optim.loop_starts(cfg(loop_warmup=0.4), 100) == [0, 20, 40] and optim.loop_starts(cfg(loop_warmup=0), 9) == [0] * 3
+    assert optim.loop_starts(cfg(loop_warmup=0.5), 5) == [0, 2, 3] and optim.loop_starts(SimpleNamespace(), 9) == [0]
+    ran, micro_step = [], train.micro_step
+
+    def counted(run, *batch):
+        ran.append(run.model.training_loops)
+        return micro_step(run, *batch)
+    monkeypatch.setattr(train, "micro_step", counted)
+    trainer = runs.run("relaxed", tmp_path, data_dir, "loop_warmup=0.8", "n_layer=6", "n_loop=3")
+    assert ran[1:] == [1, 1, 1, 2, 2, 3]        # first comes try_micro_step
+    costs = {}
+    for trainer.model.training_loops in 1, 2, 3:
+        costs[trainer.model.training_loops] = 32 * trainer.model.flops_per_token()
+    assert costs[1] < costs[2] < costs[3] and costs[3] - costs[2] == costs[2] - costs[1]
+    rows = [row for row in checkpoint.read_log(trainer.folder / "log.jsonl") if "lr" in row]
+    assert [row["flops"] for row in rows] == [*itertools.accumulate(costs[loops] for loops in ran[1:])]
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("name", ["relaxed", "mor"])
+def test_a_budget_pays_for_the_loops_that_run(name, warmup):
+    """Against a sum over steps. A resumed run has the same number of steps."""
+    model = tiny(name, loop_warmup=warmup, n_loop=3, n_layer=6 if name == "relaxed" else 5)
+    cfg, costs = TrainConfig(batch_size=1), []
+    for model.training_loops in 1, 2, 3:
+        costs.append(model.cfg.block_size * model.flops_per_token())
+
+    def spent(steps, max_steps):
+        starts = optim.loop_starts(model.cfg, max_steps)
+        return sum(costs[sum(step >= start for start in starts) - 1] for step in range(steps))
+    for budget in 4.5, 10.1, 99.9:
+        cfg.max_flops = budget * costs[2]
+        train.set_budget(cfg, model)
+        whole = cfg.max_steps
+        assert spent(whole, whole) <= cfg.max_flops < spent(whole + 1, whole + 1) and model.training_loops == 3
+        for step in range(0, whole, 3):
+            train.set_budget(cfg, model, step, spent(step, whole))
+            assert cfg.max_steps == whole
+
+
+def test_a_warm_up_is_not_recorded():
+    with pytest.raises(UserError, match="compile=graph records all loops"):
+        train.record_micro_step(SimpleNamespace(model=tiny("relaxed", loop_warmup=0.5)))
+    for sizes, message in (dict(loop_warmup=1.5), "from 0 to 1"), (dict(loop_warmup=0.5, router="token"), "0 with router=token"):
+        with pytest.raises(ValueError, match=message):
+            tiny("mor", **sizes)
+    with pytest.raises(ValueError, match="loop_warmup=nan must be from 0 to 1"):
+        tiny("relaxed", loop_warmup=math.nan)
 
 
 def test_with_a_notebooks_settings(tmp_path, data_dir):
@@ -545,6 +600,7 @@ def test_a_terminal_that_closes(monkeypatch):
 @pytest.mark.parametrize("name, more", [
     pytest.param("mor", ["router=token", "balance=loss_free", "balance_rate=2e-3", "max_steps=7"], id="mor"),
     pytest.param("gpt", ["dataset=task:s3", "task_examples=0", "learning_rate=1e-2"], id="task", marks=pytest.mark.full),
+    pytest.param("mor", ["loop_warmup=0.8", "n_layer=5", "n_loop=3"], id="loop_warmup", marks=pytest.mark.full),
     *(pytest.param(name, ["optimizer=muon"], id=f"{name}-muon", marks=pytest.mark.full) for name in MODELS)])
 def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path, data_dir):
     """The weights are the same bit for bit, and so are the biases that the loads of MoR's recursions move. Accuracies
