@@ -103,7 +103,7 @@ class Config(BaseConfig):
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
     # init_from may be a run of a model in CONVERTS_FROM (see convert), or a run of this model with
-    # other values of the keys in NOT_IN_WEIGHTS.
+    # other values of the options in NOT_IN_WEIGHTS.
     CONVERTS_FROM = ("gpt",)
     NOT_IN_WEIGHTS = ("exit_loop", "loop_warmup", "aux_weight", "balance_weight", "balance_rate",
                       "z_loss")

@@ -104,8 +104,8 @@ class Config(BaseConfig):
     exit_loop: int = 0           # stop after this loop (0: the last)
     loop_warmup: float = 0.0     # fraction of training's steps over which loops rise from 1 to R
 
-    # CONVERTS_FROM names the models whose weights convert reads. NOT_IN_WEIGHTS are keys that may
-    # change when a run is resumed, or when it starts from another run's weights.
+    # CONVERTS_FROM names the models whose weights convert reads. NOT_IN_WEIGHTS are options that
+    # may change when a run is resumed, or when it starts from the weights of another run.
     CONVERTS_FROM = ("gpt",)
     NOT_IN_WEIGHTS = ("early_exit", "exit_weight", "exit_loss", "exit_loop",
                       "loop_warmup")
