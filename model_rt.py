@@ -97,7 +97,7 @@ class Config(BaseConfig):
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
-    # A run may be resumed with other values of these keys, because none changes the function.
+    # A run may be resumed with other values of these options, because none changes the function.
     NOT_IN_WEIGHTS = ("schedule", "chunk", "cuda_graphs")
 
     def __post_init__(self):
