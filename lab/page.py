@@ -225,9 +225,8 @@ def main(argv):
         if name in runs:
             raise UserError(f"two runs are named {name}")
         model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
-        rule = (cfg.exit, cfg.fill)
-        if serve.adapter_of(model).routed and len(paths) > 1:
-            rule = ()
+        routed = serve.adapter_of(model).routed and len(paths) > 1
+        rule = () if routed else (cfg.exit, cfg.fill)
         runs[name] = PageEngine(model, tokenizer, cfg, *rule)
         if runs[name].rule:         # the same weights, so that one sees what exits change
             runs[f"{name}-without-exits"] = PageEngine(model, tokenizer, cfg)
