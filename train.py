@@ -206,8 +206,9 @@ def set_budget(cfg, model, step=0, flops=0.0):
     """Set max_steps if max_flops is given. UserError if it is less than one step. A resumed run
     has spent `flops` on its first steps, which may have been larger or smaller than those to
     come."""
-    costs = [0.0]                               # of a step with no loop, with one, two, ...
-    for model.training_loops, _ in enumerate(loop_starts(model.cfg, 1), 1):
+    costs = [0.0]                   # of a step in which no loop runs, one, two, ... (no loops: one)
+    for loops in range(len(loop_starts(model.cfg, 1))):
+        model.training_loops = loops + 1
         costs.append(tokens_per_step(cfg, model) * model.flops_per_token())
     if 0 < cfg.max_flops < costs[1]:
         raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {costs[1]:.3g} "
