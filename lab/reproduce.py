@@ -285,10 +285,12 @@ def record(run):
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
     sizes = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}     # tied ones count once
     steps = [row for row in log if "lr" in row]         # the others are evaluations
+    # A run of fewer steps than log_interval has no such line, so that the speed is the whole run's.
+    speeds = [row["tokens_per_second"] for row in steps] or [log[-1]["tokens"] / log[-1]["seconds"]]
     result = {"command": run.command, **made_by(THREADS), **made_from(run),
               "keys": file_options(run),
               "parameters": sum(sizes.values()),
-              "tokens_per_second": median(row["tokens_per_second"] for row in steps),
+              "tokens_per_second": median(speeds),
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
               **{k: log[-1][k] for k in ("step", "tokens", "flops", "seconds")}}
     for name, options in run.row["evaluate"].items():
