@@ -514,8 +514,8 @@ def main(argv):
         answer = as_json(r, tokenizer, seconds) if cfg.requests else in_colours(r, tokenizer)
         print(answer, flush=True)
     exits = [loop for request in requests for loop in request.exits]
-    print(f"{len(requests)} requests, {len(exits)} tokens in {seconds:.2f} s: "
-          f"{len(exits) / seconds:.1f} tokens/s; exited after loop "
+    print(f"{len(requests)} request{'s' * (len(requests) > 1)}, {len(exits)} tokens in "
+          f"{seconds:.2f} s: {len(exits) / seconds:.1f} tokens/s; exited after loop "
           f"{loop_fractions(exits, engine.n_loop)}", file=sys.stderr)
 
 

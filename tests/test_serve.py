@@ -272,7 +272,7 @@ def test_an_engine_in_bfloat16(run, world, capsys, monkeypatch):
     engines, make = [], serve.Engine
     monkeypatch.setattr(serve, "Engine", lambda *args: engines.append(make(*args)) or engines[-1])
     serve.main([str(world / run / "r"), "prompt=ab", "max_new_tokens=8", "stop=false", "dtype=bfloat16"])
-    assert "1 requests, 8 tokens" in capsys.readouterr().err
+    assert "1 request, 8 tokens" in capsys.readouterr().err
     engine, = engines
     assert {x.dtype for x in [*engine.kv, *engine.model.parameters()]} == {torch.bfloat16}
 
