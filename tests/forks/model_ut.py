@@ -1,5 +1,5 @@
-"""A Universal Transformer (1807.03819). The same blocks run in loops, and each loop begins by adding
-an embedding of its number."""
+"""A Universal Transformer (1807.03819). The same blocks run in loops, and each loop begins by
+adding an embedding of its number."""
 from dataclasses import dataclass
 
 import torch.nn as nn
