@@ -29,7 +29,8 @@ Letters, which mean the same in every file:
        and, before them, the cached       L  layers
     C  width of the residual stream       V  vocabulary
 
-    In other files: K positions of a chunk, N subsets, R recursions or loops.
+    In other files: K positions of a chunk (in Relaxed and MoR: stored blocks), N subsets,
+    R recursions or loops.
 
 "float32 or better" means float64 for a float64 tensor and float32 for all others. Training
 multiplies matrices in bfloat16, which is too coarse for a softmax, a sum, a loss or an angle. The
