@@ -134,7 +134,7 @@ class Config(BaseConfig):
     pattern: str = "SSSL"   # kinds of layers, repeated: S swa keys, L all; the last layer is L
     swa: int = 0            # keys that S layers attend to, own included (0: block_size / 2 + 1)
 
-    # These keys change how a model is trained and prefilled, but not what its weights mean.
+    # These options change how a model is trained and prefilled, but not what its weights mean.
     NOT_IN_WEIGHTS = ("train_path", "subsets", "chunk", "prefill")
 
     def __post_init__(self):
@@ -555,8 +555,9 @@ class Model(LanguageModel):
 
     @property
     def context_kept(self):
-        """How many of the last tokens stay where a context is full: half of them, because the
-        prefill of a chain is slow and should not run at every token."""
+        """Return how many of the last tokens stay where a context is full. It is half of them where
+        there is a chain, because the prefill of a chain is slow and should not run at every
+        token."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.recurrent else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):
