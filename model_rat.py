@@ -74,10 +74,10 @@ from model_gpt import (MLP, Attention, BaseConfig, LanguageModel, RMSNorm, apply
 @dataclass
 class Config(BaseConfig):
     """The kind of a layer is mixer, but odd layers are of kind swa if swa > 0. The table has the
-    keys that only some kinds read, and what RoPE counts for each value of pos. A model whose layers
-    do not read a key ignores it.
+    options that only some kinds read, and what RoPE counts for each value of pos. A model whose
+    layers do not read an option ignores it.
 
-        kind         keys                pos=chunk    pos=rope    pos=none
+        kind         options             pos=chunk    pos=rope    pos=none
         rat          chunk, qk_groups    chunks       tokens      nothing
         rnn          none of these       no RoPE      no RoPE     no RoPE
         attention    n_kv_head           tokens       tokens      nothing
@@ -91,7 +91,7 @@ class Config(BaseConfig):
     n_mlp: int = 0  # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
-    qk_norm = False  # no key: model_gpt's Attention asks for it
+    qk_norm = False  # no option: model_gpt's Attention asks for it
 
     def __post_init__(self):
         super().__post_init__()
