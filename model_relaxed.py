@@ -94,10 +94,11 @@ class Config(BaseConfig):
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
-    # These two keys say how a trained model_gpt is converted.
+    # These two options say how a trained model_gpt is converted.
     init: str = choice("average", "stepwise", "lower", "upper", "random")   # layers_for_tied
     lora_init: str = choice("svd", "zero")      # deltas start as (4), or at 0
-    # Three keys are for training with early exit, and exit_loop is for evaluation and decoding.
+    # Three options are for training with early exit, exit_loop is for evaluation and decoding, and
+    # loop_warmup is for any training.
     early_exit: str = choice("none", "weighted", "aggressive")  # c_i of the losses (loop_weights)
     exit_weight: float = 0.1     # aggressive: c_i of the earlier loops
     exit_loss: str = choice("ce", "kl", "both")     # losses of the earlier loops; kl: to the last
@@ -140,8 +141,8 @@ def run_loops(blocks, h, context, last_loop):
 
 class Block(model_gpt.Block):
     """A stored block. Its use u follows from the unrolled layer, unless u is given. In serve.py the
-    rows of a call may be in different loops. It gives u (B, R), in which each row has a 1 at its
-    use and 0 elsewhere."""
+    rows of a call may be in different loops. There u is (B, R), and each row has a 1 at its use and
+    0 elsewhere."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -374,7 +375,7 @@ class Model(LanguageModel):
 
     @property
     def loops_to_run(self):
-        """How many loops run in evaluation and decoding."""
+        """Return how many loops run in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
     def loop_states(self, idx, context=None):
@@ -392,7 +393,8 @@ class Model(LanguageModel):
         """Return what every model returns. In training with early_exit the loss is sum_i c_i loss_i
         over loops i = 1 .. R (Section 3.7). loss_R is CE_R. The other loss_i are CE_i,
         KL(p_R || p_i) or the sum of both, as exit_loss says, and aux has their CE_i as "ce_loop1",
-        "ce_loop2", ..."""
+        "ce_loop2", ... While loop_warmup runs fewer loops, the last of them has the loss and the
+        weight of loop R."""
         exits = self.training and self.cfg.early_exit != "none" and cache is None
         if not exits or targets is None or idx.numel() == 0:  # super refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
