@@ -283,11 +283,12 @@ class Model(LanguageModel):
         return logits, loss, {name: x.detach() for name, x in {**aux, **more}.items()}
 
     def expert_loss(self, s, decides, active, chosen):
-        """Return what is added to the loss, and what is logged. The arguments are (R, B, T): the
-        scores, the scores that decide in decoding, which tokens competed (A_{r-1}), and which of
-        them were chosen (A_r). The binary cross-entropy, which is logged as "aux", and the z-loss
-        are means over the tokens that competed, summed over recursions. router_accuracy says how
-        often decoding would decide as top k did, without r = 1, which all tokens take."""
+        """Return what is added to the loss, and what is logged. The arguments are
+        (n_run, B, T), for the recursions that ran: the scores, the scores that decide in decoding,
+        which tokens competed (A_{r-1}), and which of them were chosen (A_r). The binary
+        cross-entropy, which is logged as "aux", and the z-loss are means over the tokens that
+        competed, summed over recursions. router_accuracy says how often decoding would decide as
+        top k did, without r = 1, which all tokens take."""
         mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))     # (R,)
         bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
         bce, z = mean(bce).sum(), mean(s ** 2).sum()     # logsumexp over one score is the score
@@ -317,7 +318,7 @@ class Model(LanguageModel):
 
     @property
     def loops_to_run(self):
-        """How many recursions a token takes at most in evaluation and decoding."""
+        """Return how many recursions a token takes at most in evaluation and decoding."""
         return self.cfg.exit_loop or self.cfg.n_loop
 
     def init_cache(self, batch_size, max_len):
@@ -335,8 +336,8 @@ class Model(LanguageModel):
 
     def flops_per_token(self):
         """Return FLOPs as model_gpt does, but a layer counts for the fraction of tokens that take
-        it, and only the recursions that a training pass runs now. The count of token choice takes
-        the depths to be in balance."""
+        it, and only the recursions that a training pass runs now are counted. The count of token
+        choice takes the depths to be in balance."""
         cfg, attn, unread, n_run = self.cfg, self.blocks[0].attn, 0, self.training_loops
         routers = sum(p.numel() for name, p in self.named_parameters() if "router" in name)
         flops = 6.0 * (self.head.weight.numel() + routers * n_run / cfg.n_loop)
