@@ -55,8 +55,8 @@ class Slots:
 
 
 class KVCache:
-    """The keys, after RoPE, and the values of all tokens, also of those that a sliding window
-    hides: k[layer] and v[layer] are (B, G, max_len + 1, D).
+    """This cache holds the keys, after RoPE, and the values of all tokens, also of those that a
+    sliding window hides: k[layer] and v[layer] are (B, G, max_len + 1, D).
 
     lengths (B,) counts the tokens of each row, on the device. longest is their maximum, on the
     host; after static calls it may be too large. ragged says that lengths may differ, because a
@@ -153,8 +153,8 @@ class Cached:
 
         class CachedContext(Cached, Context): ...
 
-    Context is model_gpt's, or has its arguments (cfg, x, pos, k_pos, causal). It reads x.size(1),
-    which is T, and the dtype and the device of x, but no value, so that an empty x is enough.
+    Context is model_gpt's, or has its arguments (cfg, x, pos, k_pos, causal). A Context reads B, T,
+    the dtype and the device of x, but no value, so that an empty x is enough.
     `more` are further arguments of a Context."""
 
     def __init__(self, cfg, cache, T, n_valid=None, **more):
