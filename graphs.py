@@ -94,10 +94,10 @@ def decoder(model, cache, then=lambda logits: logits, generators=()):
 
 
 def stepper(function, cache, generators=()):
-    """Return such a step for any function(idx, n_valid) -> list of tensors that decodes idx (B, 1)
-    with this cache. n_valid (B,) has 1 or 0 tokens a row (None: 1 in each). On a GPU the first step
-    is a static call (decoding.py) without a graph, which compiles the kernels. The second step
-    records the static call, and this and all later steps replay it."""
+    """Return step(idx, n_valid=None) -> function(idx, n_valid), a list of tensors. The function
+    decodes idx (B, 1) with this cache. n_valid (B,) has 1 or 0 tokens a row (None: 1 in each). On a
+    GPU the first step is a static call (decoding.py) without a graph, which compiles the kernels.
+    The second step records the static call, and this and all later steps replay it."""
     graph, n_steps = None, 0
 
     def step(idx, n_valid=None):
