@@ -64,7 +64,7 @@ This file differs from the paper and from that code as follows.
 - QK-norm. The paper's models have none. Here each use has weights of its own if rank > 0.
 - Positions are RoPE or none. ALiBi and windows are left out, as the paper has neither.
 - loop_warmup is not theirs. Training begins with one loop, and the others follow over a fraction
-  of the steps. Evaluation runs all loops in these steps, too.
+  of the steps. Evaluation runs as many loops in these steps as later.
 - l, k and u count from 0, and loops from 1, so that loop i is use u = i - 1 of each block. In the
   paper layers count from 1.
 
