@@ -1,1 +1,1 @@
-"""What the commands share: options, checkpoints, data, optimizers."""
+"""The commands share these files: options, checkpoints, data, optimizers."""

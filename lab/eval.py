@@ -1,6 +1,6 @@
 """
-Evaluation of a trained model: its loss by position and by context length, and the tasks of
-lm-evaluation-harness (Gao et al.; the package lm_eval).
+Evaluation of a trained model. It tells the loss by position and by context length, or the scores in
+the tasks of lm-evaluation-harness (the package lm_eval).
 
     python -m lab.eval out/gpt_tiny/best.pt               all of its validation text
     python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
@@ -140,7 +140,7 @@ def router_scores(model, inputs):
 
 
 def evaluate_text(model, run, cfg, ckpt):
-    """What the JSON object gets of a text."""
+    """Return what the JSON object says of a text."""
     length, limit = ckpt["model_config"]["block_size"], model.context_limit  # as trained
     longest = cfg.units[-1] * length
     if limit and longest > limit:
@@ -181,7 +181,7 @@ TASK_SETS = {
 
 
 class HarnessModel:
-    """What lm_eval asks of a model. Its class LM is the second base, see evaluate_tasks."""
+    """A model as lm_eval asks for it. lm_eval's class LM is the second base, see evaluate_tasks."""
 
     def __init__(self, model, tokenizer, batch_size, cached=False):
         """cached: through a cache, as a prompt is prefilled."""
@@ -239,7 +239,7 @@ class HarnessModel:
 
 
 def evaluate_tasks(model, tokenizer, cfg):
-    """What the JSON object gets of tasks."""
+    """Return what the JSON object says of tasks."""
     need("lm_eval")
     try:
         from lm_eval import simple_evaluate

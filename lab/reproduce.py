@@ -232,8 +232,8 @@ def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
 
 
 def start(run):
-    """Train, or go on with a run that was stopped, unless its config file has changed since. What
-    it prints goes to FOLDER.txt."""
+    """Train, or go on with a run that was stopped, unless its config file has changed since.
+    FOLDER.txt receives the output."""
     options, made_of = json.dumps(file_options(run), sort_keys=True), run.folder / "keys.json"
     if not made_of.exists() or made_of.read_text() != options:     # from the beginning
         if run.folder.exists():
@@ -463,8 +463,8 @@ def how_made(experiment, lines):
 
 
 def panel_of(rows, x, y, **style):
-    """A panel, as lab.plot draws one: for each row a point, or the curve of two lists; the means
-    over its seeds."""
+    """Return a panel as lab.plot draws it. A row is a point, or a curve if its values are lists.
+    Both are means over its seeds."""
     curves, listed = [], lambda value: value if isinstance(value, list) else [value]
     for label, results in rows.items():
         pairs = [(look_up(result, x), look_up(result, y)) for result in results]
