@@ -1,19 +1,19 @@
 """
-The trainer of every model: one process on a CPU or GPU, or many through torchrun.
+The trainer of every model. It runs as one process on a CPU or GPU, or as many through torchrun.
 
     python train.py                                     a small model on Python's standard library
-    python train.py config=FILE.yaml n_layer=6          a config file, one option in place of its
+    python train.py config=FILE.yaml n_layer=6          a config file, with one option changed
     python train.py run=long max_steps=9000 resume=true     go on from out/long/ckpt.pt; with
                                                         resume=auto, start if there is none
-    torchrun --nproc_per_node=8 train.py gradient_accumulation_steps=8      data parallel, on any
-                                                        number of nodes, of data that prepare.py
-                                                        has made; fsdp=true shards
+    torchrun --nproc_per_node=8 train.py gradient_accumulation_steps=8      data parallel, on one
+                                                        node or more; fsdp=true shards the weights
     python train.py help model=rt                       every option, those of model=rt too
 
-Options are those of TrainConfig (common/options.py, where file, checkpoint and command line are
-merged) and of the chosen model's Config. out/<run>/ receives ckpt.pt (the last state),
-best.pt (the best validation loss), log.jsonl and curves.png. `step` counts completed optimizer
-steps.
+The options are those of TrainConfig and of the chosen model's Config. common/options.py merges
+their defaults, a config file, a checkpoint and the command line. Only a single process makes a
+missing data set itself; for several, prepare.py makes it before. out/<run>/ receives ckpt.pt (the
+last state), best.pt (the state with the best validation loss), log.jsonl and curves.png. `step`
+counts completed optimizer steps.
 
 On a GPU, Python takes longer to launch the kernels of a small model than they take to run.
 compile=true, which is auto's choice there, lets torch.compile fuse kernels; this takes a minute or
@@ -21,10 +21,11 @@ two at the start. compile=graph records the forward and backward pass of a micro
 and launches them as one CUDA graph (graphs.py); this is ready at once. It needs one process, and
 a model that reads no tensor on the host (mor with router=token reads one).
 
-A run is repeatable: the batch is a pure function of (seed, step), and the random numbers of a
-forward pass one of (seed, step, micro-batch). So a resumed run, and one that evaluates more often,
-ends in the same weights; a run on another number of processes reads the same tokens. Schedules
-depend on step / max_steps: with a larger max_steps= a resumed run's rate rises again.
+A run is repeatable, because its batch depends only on (seed, step), and the random numbers of a
+forward pass depend only on (seed, step, micro-batch). So a resumed run, and a run that evaluates
+more often, ends in the same weights. A run on another number of processes reads the same tokens.
+Schedules depend on step / max_steps, so that the learning rate of a run that is resumed with a
+larger max_steps= rises again.
 """
 import bisect
 import contextlib
@@ -62,7 +63,7 @@ from sample import sample_text
 
 @dataclass
 class Run:
-    """The parts of a run, and how far it is. The functions below take it."""
+    """A run has these parts, and has come so far. The functions below take it."""
     cfg: TrainConfig
     procs: Processes
     batches: object         # TextBatches or TaskBatches
@@ -133,7 +134,8 @@ def setup(argv):
 
 
 def check_new(cfg):
-    """UserError if the run would replace another one without being allowed to."""
+    """UserError if the folder holds a checkpoint and the options do not say what is to happen to
+    it."""
     allowed = cfg.resume == "true" or cfg.overwrite or cfg.eval_only
     if newest(cfg.folder).exists() and not allowed:
         raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
@@ -144,14 +146,14 @@ def check_graph(cfg, procs):
     """UserError if compile=graph is given where no step can be recorded."""
     one_gpu = procs.world == 1 and graphs.recordable(torch.empty(0, device=procs.device))
     if cfg.compile == "graph" and not cfg.eval_only and not one_gpu:
-        raise UserError(f"compile=graph needs one process on a CUDA GPU, and triton; here are "
-                        f"{procs.world} on {procs.device.type} (compile=auto runs anywhere)")
+        raise UserError(f"compile=graph needs triton and one process on a CUDA GPU, but this run "
+                        f"has {procs.world} on {procs.device.type}: compile=auto runs anywhere")
 
 
 def open_batches(cfg, block_size, world):
     """Return the batches of a task or of a data set. A single process prepares a missing data set
-    itself. Several processes would wait for that longer than they may, so that they get an error
-    with the command that makes the data set."""
+    of local files itself. Several processes would wait for that longer than a collective may take,
+    so that they get an error with the command that makes the data set."""
     if is_task(cfg.dataset):
         return TaskBatches(cfg, block_size)
     local = cfg.dataset in ("python", *HELD_OUT) or cfg.dataset.startswith("file:")
@@ -163,11 +165,11 @@ def open_batches(cfg, block_size, world):
 
 
 def fit_to_data(cfg, given, batches):
-    """UserError if an option of the command line does not fit the data. Options of a config file
-    give way: the tokenizer is the data's, and the first tokens of the validation data are the
-    prompt if none is given or if the tokenizer cannot encode it."""
+    """UserError if tokenizer= or sample_prompt= of the command line does not fit the data. If that
+    of a config file does not fit, the data's tokenizer is used, and the first tokens of the
+    validation data are the prompt, as they are if no prompt is given."""
     task, data = is_task(cfg.dataset), batches.train
-    # A task has no tokenizer to choose, so that only the default passes.
+    # The tokens of a task are fixed, so that tokenizer= may only repeat its default there.
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
     if given.get("tokenizer", made) != made:
         raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "
@@ -186,7 +188,7 @@ def fit_to_data(cfg, given, batches):
 
 def make_model(cfg, fields, ckpt, vocab_size):
     """Return the model, initialised from the seed or with the checkpoint's weights. vocab_size is
-    the data's, and an option may give a larger one."""
+    the data's. If the options have one too, it holds, but it may not be less."""
     fields = {"vocab_size": vocab_size, **fields}
     if fields["vocab_size"] < vocab_size:
         raise UserError(f"vocab_size={fields['vocab_size']} is less than the data's {vocab_size} "
@@ -206,7 +208,8 @@ def set_budget(cfg, model, step=0, flops=0.0):
     """Set max_steps if max_flops is given. UserError if it is less than one step. A resumed run
     has spent `flops` on its first steps, which may have been larger or smaller than those to
     come."""
-    costs = [0.0]                   # of a step in which no loop runs, one, two, ... (no loops: one)
+    # costs[r] is the FLOPs of a step in which r loops run. A model without loops counts as one.
+    costs = [0.0]
     for loops in range(len(loop_starts(model.cfg, 1))):
         model.training_loops = loops + 1
         costs.append(tokens_per_step(cfg, model) * model.flops_per_token())
@@ -215,13 +218,15 @@ def set_budget(cfg, model, step=0, flops=0.0):
                         f"floating-point operations")
 
     def of_first(steps, max_steps):
-        """Return the FLOPs of so many steps of a run of max_steps. A loop that begins to run adds
-        its cost to all later steps."""
+        """Return the FLOPs of the first `steps` steps of a run of max_steps. A loop that begins to
+        run adds its cost to all later steps."""
         return sum((costs[r] - costs[r - 1]) * max(0, steps - start)
                    for r, start in enumerate(loop_starts(model.cfg, max_steps), 1))
 
     def of_run(max_steps):
-        other = flops - of_first(step, max_steps)   # it is 0 but for rounding if no option changed
+        """Return the FLOPs of a run of max_steps, whose first `step` steps have spent `flops`. If
+        no option has changed since, `other` is only a rounding error and does not count."""
+        other = flops - of_first(step, max_steps)
         return of_first(max_steps, max_steps) + (other if abs(other) > costs[1] / 2 else 0)
     if cfg.max_flops:                           # 2**62, because a checkpoint holds no larger int
         steps = bisect.bisect_right(range(2**62), cfg.max_flops, key=of_run) - 1
@@ -229,9 +234,10 @@ def set_budget(cfg, model, step=0, flops=0.0):
 
 
 def load_teacher(cfg, model, data):
-    """Return the model that teacher= names, in eval mode, and the fingerprint of its weights; None
-    and "" without one. UserError if its tokens are not the data's, if it reads shorter sequences,
-    or if it stands in the run's own folder, where it would be replaced by the student."""
+    """Return the model that teacher= names, in eval mode, and the fingerprint of its weights.
+    Without a teacher they are None and "". UserError if its tokens are not the data's, if it reads
+    shorter sequences, or if it stands in the run's own folder, where the student would replace
+    it."""
     if not cfg.teacher or cfg.eval_only:
         return None, ""
     path, own = Path(cfg.teacher).resolve(), cfg.folder.resolve()
@@ -245,12 +251,13 @@ def load_teacher(cfg, model, data):
     V, T = model.cfg.vocab_size, model.cfg.block_size
     if size != V or limit < T:
         raise UserError(f"teacher={cfg.teacher} has vocab_size={size} and takes {limit} tokens, "
-                        f"the model has vocab_size={V} and block_size={T}")
+                        f"but the model has vocab_size={V} and block_size={T}")
     return teacher.to(next(model.parameters()).device), fingerprint(ckpt)
 
 
 def prepare_forward(cfg, model, procs):
-    """Return the model as training calls it, compiled if compile= says so, and data parallel."""
+    """Return the model as training calls it: compiled if compile= says so, and data parallel if
+    there are several processes."""
     auto = procs.device.type == "cuda" and importlib.util.find_spec("triton") is not None
     compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
     if cfg.fsdp:
@@ -266,23 +273,23 @@ def prepare_forward(cfg, model, procs):
 
 
 def check_teacher(run, ckpt, given):
-    """UserError if the teacher is not the one that the run began with. One of the command line
-    may be another, which is told."""
-    was = ckpt.get("teacher", run.taught_by)        # older checkpoints do not tell
+    """UserError if the teacher is not the one that the run began with. If the command line names
+    the teacher, a note tells this instead."""
+    was = ckpt.get("teacher", run.taught_by)        # older checkpoints do not have it
     if was == run.taught_by or run.cfg.eval_only:
         return
     if not given:
         path = run.cfg.teacher
         raise UserError(f"teacher={path} is not the teacher that the run began with: its weights "
                         f"are others now. With teacher={path} on the command line, the run goes on "
-                        f"with these")
+                        f"with the new weights")
     note("the teacher is not the one that the run began with")
 
 
 def claim_folder(run):
-    """Make the run's folder and its log. No other run can have the folder until this one ends.
-    Files that a killed run left half written are removed. The files of an older run stay until the
-    first save."""
+    """Make the run's folder and its log, in the first process. No other run can have the folder
+    until this one ends. Files that a killed run left half written are removed. The files of an
+    older run, which this one replaces, stay until the first save."""
     cfg, folder = run.cfg, run.folder
     if not run.procs.master:
         return
@@ -322,9 +329,10 @@ def evaluate(run):
     """Return the mean cross-entropy of the validation data in nats a token, and bits per byte. A
     task has no bits per byte, but the fractions of scored tokens and of rows that are right.
 
-    The model computes its decoding function (eval mode). If it can estimate that by its training
-    path, it does so on all batches, and computes the exact figures on exact_batches of them.
-    val_gap: the exact cross-entropy minus the estimate, on the batches that have both."""
+    In eval mode a model computes its decoding function. A model that has `estimate` (LRT) also
+    estimates the cross-entropy by its faster training path. It does so on all batches, and computes
+    the exact figures on exact_batches of them. val_gap is the exact cross-entropy minus the
+    estimate, on the batches that have both."""
     model, procs = run.model.eval(), run.procs
     batches = run.batches.val_batches(run.cfg.eval_batches)
     n, wanted = len(batches), run.cfg.exact_batches
@@ -332,7 +340,7 @@ def evaluate(run):
     names = ["ce", *getattr(model, "eval_metrics", ())]
     names += ["token_accuracy", "sequence_accuracy", "ce_estimate", "gap"]
     totals, counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
-    with gathered(run.model):                   # of sharded weights: all
+    with gathered(run.model):                   # each process needs all weights
         for i in range(procs.rank, n, procs.world):
             x, y = (to_device(z, run) for z in run.batches.cut(run.batches.val, batches[i]))
             with procs.autocast:
@@ -347,7 +355,7 @@ def evaluate(run):
 
 
 def figures(run, x, y, exact):
-    """Yield the figures of a batch. Each is a name, a sum, and how many values are in the sum."""
+    """Yield the figures of a batch, each as a name, a sum, and how many values are in the sum."""
     model, tokens = run.model, int((y != -1).sum())
     estimate = model.estimate(x, y) if hasattr(model, "estimate") else None
     if estimate is not None:
@@ -373,29 +381,30 @@ def to_device(x, run):
 
 # ---- saving ----
 
-# The last state of a run is written as pending.pt and becomes ckpt.pt by `commit`, for two reasons.
-# The state is on the disk before its evaluation, so that a run that is killed in an evaluation
-# loses nothing else; if the evaluation is not finite, ckpt.pt is still the last good state. And a
-# run that replaces another one (overwrite=true) leaves the older files as they are until it has a
-# checkpoint to put in their place. Until then its log is NEW_LOG; as long as both pending.pt and
-# NEW_LOG exist, `commit` has yet to remove the older files, also where a killed run is resumed.
+# The last state of a run is written as pending.pt, and `commit` renames it to ckpt.pt. There are
+# two reasons. First, the state is on the disk before its evaluation, so that a run that is killed
+# in an evaluation loses only the evaluation. If the evaluation is not finite, ckpt.pt is still the
+# last good state. Second, a run that replaces an older one (overwrite=true) leaves the older files
+# as they are until it has a checkpoint to put in their place. Until then its log is NEW_LOG. As
+# long as both pending.pt and NEW_LOG exist, `commit` has yet to remove the older files. This also
+# holds for a killed run that is resumed.
 
 NEW_LOG = "log.new.jsonl"
 OURS = re.compile(r"(ckpt|pending|best|step_[0-9]+)\.pt|log(\.new)?\.jsonl|curves\.png")
-KEPT = "what was saved is kept"
+KEPT = "what was saved is kept"                                 # the end of error messages
 COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
-# Validation losses can be compared if all of this is the same.
+# Validation losses can be compared if all of these are the same.
 MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "block_size",
            "exit_loop")
 
 
 def save_and_evaluate(run):
-    """Save the state, evaluate, and save best.pt if it is the best. A run that is stopped in
-    between evaluates again, with the same result, when it is resumed."""
+    """Save the state, evaluate it, and save it as best.pt if its loss is the best. A run that is
+    stopped in between evaluates again, with the same result, when it is resumed."""
     save(run, "pending.pt")
     result = evaluate(run)
     ce = result["val_ce"]
-    # LRT's exact chain may overflow while its estimate is finite. Training may mend that.
+    # LRT's exact chain may overflow while its estimate is finite. Further training may mend that.
     result = {name: value for name, value in result.items() if math.isfinite(value)}
     if not {"val_ce", "val_ce_estimate"} & result.keys():
         if run.procs.master:
@@ -428,8 +437,8 @@ def save_last(run):
 
 
 def commit(run):
-    """pending.pt becomes ckpt.pt. The files of a run that it replaces are removed before, so that
-    what is left after a kill in between is pending.pt, the newest state, and never a mixture."""
+    """Rename pending.pt to ckpt.pt. The files of a run that it replaces are removed before, so that
+    a kill in between leaves pending.pt, which is the newest state, and never a mixture."""
     folder = run.folder
     if run.procs.master and run.replaces:
         for file in folder.iterdir():
@@ -448,8 +457,8 @@ def is_replacing(folder):
 
 
 def state(run):
-    """Return all that a resumed run needs, as tensors and plain values. No state of a random
-    number generator is among it, because a step seeds its forward passes itself."""
+    """Return all that a resumed run needs, as tensors and plain values. This includes no state of a
+    random number generator, because a step seeds its forward passes itself."""
     return {"model": run.cfg.model,
             "config": asdict(run.cfg), "model_config": asdict(run.model.cfg),
             "tokenizer": run.batches.train.tokenizer.to_dict(),
@@ -466,7 +475,8 @@ def restore(run, ckpt):
     now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint,
            "precision": run.procs.precision}
     was = {**ckpt["config"], **ckpt["model_config"], **ckpt}    # an older checkpoint has less
-    some = run.cfg.eval_batches or run.cfg.exact_batches    # else all is measured, in any batch
+    # If an evaluation reads all of the text, batch_size does not change what it measures.
+    some = run.cfg.eval_batches or run.cfg.exact_batches
     if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
                  and (some or name != "batch_size")]:
         note(f"the checkpoint's losses were measured with another {', '.join(other)}: the best "
@@ -487,10 +497,10 @@ SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
 
 
 class Log:
-    """log.jsonl and the progress bar, or lines on stderr in its place. Only the first process has
-    one. A resumed run drops the lines after its checkpoint, which a killed run may have written. On
-    known GPUs the lines have mfu (model FLOPs utilization), the fraction of their peak that
-    flops_per_token reaches."""
+    """A Log writes log.jsonl and the progress bar, or lines on stderr in the bar's place. Only the
+    first process has one. A resumed run drops the lines after its checkpoint, which a killed run
+    may have written. On known GPUs the lines have mfu (model FLOPs utilization), the fraction of
+    the GPUs' peak that the model's FLOPs reach."""
 
     def __init__(self, run):
         self.run = run
@@ -501,11 +511,11 @@ class Log:
         self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
                         dynamic_ncols=True, file=sys.stderr)
-        self.lap = time.perf_counter(), run.tokens
-        self.told = time.perf_counter(), run.tokens, run.step
-        self.torn = ""          # what ends a line that could not be written
-        # All GPUs together do so many operations a second. Products of float32 are TF32's. None
-        # stands for an unknown GPU or a CPU.
+        self.lap = time.perf_counter(), run.tokens              # since the last line of the log
+        self.told = time.perf_counter(), run.tokens, run.step   # since the last sign of life
+        self.torn = ""          # a line break after a line that could not be written whole
+        # All GPUs together do `peak` operations a second at most. Products of float32 use TF32.
+        # peak is None for an unknown GPU or a CPU.
         peaks, part = gpu_peaks(run.procs.device), 1 if run.procs.precision == "bfloat16" else 0.5
         self.peak = peaks and run.procs.world * part * peaks[0]
 
@@ -514,7 +524,7 @@ class Log:
         return self.run.folder / (NEW_LOG if self.run.replaces else "log.jsonl")
 
     def step(self, logged, write):
-        """One training step is done. A line of the log tells it if `write`."""
+        """Count a training step that is done. If `write`, a line of the log tells its values."""
         self.bar.update()
         self.sign_of_life(logged["ce"])
         if not write:
@@ -559,7 +569,8 @@ class Log:
 
 
 def in_words(result):
-    """Return the line that is printed about an evaluation. val_ce is missing if not finite."""
+    """Return the line that is printed about an evaluation. val_ce is missing if it is not
+    finite."""
     words = [] if "val_ce" in result else ["val ce not finite"]
     words += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items()]
     return ", ".join(words)
@@ -568,12 +579,13 @@ def in_words(result):
 # ---- the training loop ----
 
 def train(run):
-    """Train to max_steps. Return whether that is reached, because a signal stops a run. Its state
-    is saved then."""
+    """Train to max_steps. Return whether the run is there. It is not if a signal has stopped it
+    after a step. Then its state is saved."""
     cfg = run.cfg
     with stop_request() as stop:
         while run.step < cfg.max_steps:
-            # This comes first, because a run that was stopped in its evaluation is resumed here.
+            # The evaluation comes before the step, because a run that was killed in its evaluation
+            # is resumed here.
             if run.evaluated < run.step and run.step % cfg.eval_interval == 0:
                 save_and_evaluate(run)
             logged, asked = train_step(run, stop)
@@ -590,20 +602,20 @@ def train(run):
             save_and_evaluate(run)
             save_last(run)                  # a longer run goes on from here, with this evaluation
         elif run.procs.master and (run.folder / "pending.pt").exists():
-            commit(run)                     # it was killed after its last save, before this
+            commit(run)                     # the run was killed between its last save and commit
     return True
 
 
 @contextlib.contextmanager
 def stop_request():
-    """A list that is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed) asks for a stop
-    after the current step. More of them change nothing: timeout, torchrun and schedulers send
-    several, and the state is to be saved. SIGKILL ends a step at once. Below nohup, which ignores
-    SIGHUP, a run goes on."""
+    """Yield a list, which is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed) asks for
+    a stop after the current step. Further signals change nothing, because timeout, torchrun and
+    schedulers send several, and the state is to be saved. SIGKILL ends a step at once. Under nohup,
+    which ignores SIGHUP, a run goes on."""
     asked = []
     signals = {signal.SIGTERM, signal.SIGINT}
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signals.add(signal.SIGHUP)      # (Windows has none)
+        signals.add(signal.SIGHUP)      # Windows has no SIGHUP
     handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig)) for sig in signals}
     try:
         yield asked
@@ -637,7 +649,7 @@ def train_step(run, stop):
 
 def forward_backward(run):
     """Compute the gradients of this process's micro-batches, one after the other. Return the values
-    to log, whose sums over all processes are those of the global batch."""
+    to log. Their sums over all processes are the values of the global batch."""
     cfg, procs = run.cfg, run.procs
     n = cfg.gradient_accumulation_steps // procs.world      # micro-batches of this process
     indices = range(procs.rank * n, (procs.rank + 1) * n)
@@ -647,11 +659,13 @@ def forward_backward(run):
     all_rows, logged = cfg.batch_size * cfg.gradient_accumulation_steps, {}
     for index, (x, y), count in zip(indices, micro, counts):
         seed_forward(cfg.seed, run.step, index)
-        # DDP sums gradients once a step; FSDP after each micro-batch, to keep them sharded
+        # DDP sums gradients over the processes once a step. FSDP does so after each micro-batch,
+        # because it keeps them sharded.
         sums = procs.world == 1 or cfg.fsdp or index == indices[-1]
         with contextlib.nullcontext() if sums else run.forward.no_sync():
             x, y = to_device(x, run), to_device(y, run)
-            # a mean over tokens; DDP and FSDP average over processes, so `world` undoes that
+            # The loss is a mean over a micro-batch's targets, and `count` of the step's `total`
+            # targets are its own. DDP and FSDP average over processes, so that `world` undoes that.
             aux, right = run.micro_step(run, x, y, count / total * procs.world)
         values = {key: value * (count / total) for key, value in aux.items()}
         if run.task:
@@ -664,8 +678,8 @@ def forward_backward(run):
 
 
 def micro_step(run, x, y, weight):
-    """Add the gradients of weight * loss of a micro-batch to those of the parameters. Returns aux,
-    and for a task count_right."""
+    """Add the gradients of weight * loss of a micro-batch to those of the parameters. Return aux,
+    and for a task what count_right counts, else ()."""
     with run.procs.autocast:
         logits, loss, aux = run.forward(x, y)
         if run.teacher is not None:
@@ -676,10 +690,10 @@ def micro_step(run, x, y, weight):
 
 
 def try_micro_step(run):
-    """Compute a micro-batch and drop its gradients. A missing compiler, too little memory or an
-    error of a library ends the run here, before its folder is touched. Compiled code is used
-    again. The run itself does not change: each forward pass is seeded, and buffers, which a model
-    may change in a forward pass, get their values back."""
+    """Compute a micro-batch and drop its gradients, so that a missing compiler, too little memory
+    or an error of a library ends the run here, before its folder is touched. Code that is compiled
+    here is used again. The run itself does not change, because each forward pass is seeded, and
+    buffers, which a model may change in a forward pass, get their values back."""
     run.model.train()
     before = [buffer.clone() for buffer in run.model.buffers()]
     x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
@@ -690,13 +704,13 @@ def try_micro_step(run):
 
 
 def record_micro_step(run):
-    """micro_step as a CUDA graph. UserError if the model cannot be recorded.
+    """Return micro_step as a CUDA graph. UserError if the model cannot be recorded.
 
-    Nothing of Python runs in a replay, so x, y and weight are tensors. try_micro_step has compiled
-    Triton's kernels and made the gradients. The graph adds to them where they are, so
-    clear_gradients must keep them.
-    A replay draws dropout's numbers from the seed that it finds. Clipping and the optimizers stay
-    outside of the graph, because the schedules change their numbers in each step."""
+    A replay runs no Python, so that x, y and weight are tensors. try_micro_step has compiled
+    Triton's kernels and made the gradients. The graph adds to the gradients where they lie in
+    memory, so that clear_gradients must keep them. A replay draws dropout's numbers from the seed
+    of its step. Clipping and the optimizers stay outside of the graph, because the schedules change
+    their numbers in each step."""
     if getattr(run.model.cfg, "loop_warmup", 0):
         raise UserError("compile=graph records all loops, so that loop_warmup cannot run fewer "
                         "(compile=auto can)")
@@ -730,8 +744,8 @@ def clear_gradients(run):
 
 
 def seed_forward(seed, step, index):
-    """The random numbers of a forward pass depend on (seed, step, micro-batch) only."""
-    words = np.random.SeedSequence([seed, step, index, 1])      # 1: see tasks.py
+    """Seed the random numbers of a forward pass by (seed, step, micro-batch)."""
+    words = np.random.SeedSequence([seed, step, index, 1])  # tasks.py ends its seeds in other words
     high, low = words.generate_state(2, np.uint32)
     torch.manual_seed(int(high) << 32 | int(low))
 
@@ -753,8 +767,9 @@ def tokens_per_step(cfg, model):
 
 
 def clip_and_check(run, logged, stop):
-    """Clip the gradients and sum the logged values over processes. UserError on all of them if
-    something is not finite; all learn whether one was asked to stop."""
+    """Clip the gradients. Return the logged values, summed over all processes, and whether any
+    process was asked to stop. UserError on all processes if the loss or the gradient norm is not
+    finite."""
     clip = run.cfg.grad_clip or math.inf
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm     # sharded gradients
@@ -801,7 +816,7 @@ def print_help(argv):
 
 
 def finish(run, done):
-    """Print what the model writes, and where the files are."""
+    """Print what the model writes, draw curves.png, and print where the files are."""
     cfg = run.cfg
     run.log.bar.close()
     if not done:
@@ -810,10 +825,10 @@ def finish(run, done):
         text = sample_text(run.model, run.batches.train.tokenizer, cfg.sample_prompt,
                            cfg.sample_tokens, seed=cfg.seed)
         say("\n".join(["-" * 80, text, "-" * 80]))
-    try:                        # a picture never ends a run
-        from lab.plot import draw_curves        # the one thing of lab that is used, if it is there
+    try:                        # a run needs neither lab nor matplotlib
+        from lab.plot import draw_curves
         draw_curves(read_log(run.log.path), run.folder / "curves.png", cfg.run)
-    except Exception as e:      # no lab, no matplotlib, or whatever its settings break
+    except Exception as e:      # matplotlib's settings may break anything
         say(f"note: no curves.png: {first_line(e)}")
     more = "" if run.task else f"; more text: {as_command('sample.py', path=run.folder)}"
     best = ", best.pt" * (run.folder / "best.pt").exists()

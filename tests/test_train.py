@@ -98,7 +98,7 @@ def test_a_step_that_cannot_be_recorded_is_refused(tmp_path, data_dir, monkeypat
     """The error is one line, and it comes before the run has a folder. A checkpoint of a recorded run goes on without
     recording."""
     argv = runs.arguments("gpt", tmp_path, data_dir, *GRAPH)
-    with pytest.raises(UserError, match="compile=graph needs one process on a CUDA GPU, and triton; here are 1 on cpu"):
+    with pytest.raises(UserError, match="compile=graph needs triton and one process on a CUDA GPU, but this run has 1 on cpu"):
         train.setup([*argv, "compile=graph"])
     emulate(monkeypatch)
     with pytest.raises(UserError, match="model=mor with these options cannot be recorded .*: aten.* reads on the host"):
