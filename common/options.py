@@ -1,11 +1,12 @@
 """
-Options and errors, which all command lines here have in common, and the options of training.
+Options and errors are the same for all command lines here. This file also has the options of
+training.
 
 Arguments have the form option=value. They are checked against a dataclass whose fields are the
 options, and the comment beside a field is its help text. Bad input raises a UserError, which is
 printed as one line. The exit status is then 2, and there is never a traceback.
 
-The parts of this file: errors, options, files and names, the options of training, and `merge`,
+The parts of this file are errors, options, files and names, the options of training, and `merge`,
 which merges defaults, a config file, a checkpoint and the command line.
 """
 import contextlib
@@ -38,7 +39,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 
 class UserError(Exception):
-    """Bad input. The message is one line that names the thing and what is allowed."""
+    """A UserError stands for bad input. Its message is one line that names the thing and says what
+    is allowed."""
 
 
 def choice(*allowed):
@@ -67,14 +69,15 @@ def run_cli(main, schema=None):
         line = in_one_line(e)
         if line is None:
             raise
-        if line and not told_by_another():      # in one piece: other processes may write too
+        if line and not told_by_another():
             say(f"error: {line}", sys.stderr)
         sys.exit(2)
 
 
 def told_by_another():
-    """Return whether another process of torchrun has come here before. All of them meet an error in
-    the options, and the first tells it. torchrun has a store, which counts them."""
+    """Return whether another process of torchrun has come here before. All processes meet an error
+    in the options, but only the first one prints it. torchrun has a store, in which they count
+    themselves."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     from torch.distributed import TCPStore
@@ -86,39 +89,41 @@ def told_by_another():
 
 
 def open_streams():
-    """A daemon may start a program with a closed stdin, stdout or stderr: /dev/null takes its
-    place, or else the next file that is opened would, and would receive what libraries print."""
+    """Open /dev/null in the place of a closed stdin, stdout or stderr, because a daemon may start a
+    program so. Otherwise the next file that is opened would take the place, and would receive what
+    libraries print."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
 
 
 def silence(stream):
-    """From now on, nothing is written to the stream's file, nor at exit."""
+    """Let /dev/null receive what is written to a stream from now on, also at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-# modules of the errors that a compiler has, and that a library in Rust has
+# The classes of a compiler's errors, and of those of a library in Rust, stand in these modules.
 COMPILERS = "torch._dynamo", "torch._inductor", "torch._functorch", "triton"
 RUST = "pyo3_runtime"
-# in messages of errors that have no class of their own
+# These errors have no class of their own and are known by their messages.
 NO_COMPILER = r"find C compiler|'[^']*(gcc|g\+\+|clang|nvcc|cl\.exe)'.* returned non-zero"
 DEVICE = "(CUDA|HIP|MPS) error|(CUBLAS|CUDNN|CUSOLVER)_STATUS"
-# in a message about another process of torchrun that has ended, after it told its own error
+# Another process of torchrun has ended, after it told its own error.
 LOST = r"[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe|remote process exited|ncclRemoteError"
 
 
 def in_one_line(e):
-    """Return what to tell about an error that is not a bug of ours, "" where another process tells
-    it, and None for a bug, which has its traceback."""
+    """Return what to tell about an error that is not a bug of ours. Return "" where another process
+    tells it, and None for a bug, whose traceback is shown."""
     modules = [kind.__module__ for kind in type(e).__mro__]
+    # torch.compile begins with "backend='inductor' raised:", and the error is in the next line.
     lines = [line for line in map(str.strip, str(e).splitlines()) if line[-7:] != "raised:"]
     first = (lines or [type(e).__name__])[0][:300]
     if isinstance(e, UserError):
         return " ".join(str(e).split())
     if isinstance(e, MemoryError) or re.search("allocate memory|out of memory", str(e)):
         return f"not enough memory: {first}"
-    if isinstance(e, OSError):                  # of a path that was given, or of a full disk
+    if isinstance(e, OSError):                  # a path is wrong, or a disk is full
         reason = e.strerror or first
         return f"{str(e.filename):.100}: {reason}" if e.filename else reason
     if "WORLD_SIZE" in os.environ and isinstance(e, RuntimeError) and re.search(LOST, str(e)):
@@ -138,14 +143,14 @@ def in_one_line(e):
 # ---- options ----
 
 def is_option(arg) -> bool:
-    """Return whether a name, and no part of a path, stands before the first = of an argument."""
+    """Return whether an argument has a = and the text before the first = is a name, not a path."""
     return "=" in arg and arg.partition("=")[0].isidentifier()
 
 
 def split_args(argv, least=0, most=0):
     """Return the paths among the arguments and the options, as in ["out/a=1/r", "n=3"] ->
-    (["out/a=1/r"], {"n": "3"}). If an option is given twice, the last one holds. There may be from
-    `least` to `most` paths, and any number if most is None."""
+    (["out/a=1/r"], {"n": "3"}). If an option is given twice, the last one holds. UserError if there
+    are fewer than `least` paths or more than `most`. None as `most` allows any number."""
     given = dict(arg.split("=", 1) for arg in argv if is_option(arg))
     paths = [home(arg) for arg in argv if not is_option(arg)]
     if most is not None and len(paths) > most:
@@ -156,8 +161,8 @@ def split_args(argv, least=0, most=0):
 
 
 def as_command(program, *options, path=None):
-    """Return a command line to copy from the screen. A path that reads like an option begins with
-    ./"""
+    """Return a command line to copy from the screen. A path that reads like an option is made to
+    begin with ./ there."""
     paths = [f"./{path}" if is_option(str(path)) else str(path)] if path else []
     return f"python {program} {shlex.join([*paths, *options])}"
 
@@ -169,8 +174,9 @@ def note(text, file=None):
 
 
 def say(text, file=None):
-    """Print a line at once. If nobody can read it any more, because head has gone or the disk is
-    full, the program goes on, because a training has its log and its checkpoints."""
+    """Print a line at once, and in one piece, because other processes may write too. If nobody can
+    read it any more (head has ended, or the disk is full), the program goes on, because a run has
+    its log and its checkpoints."""
     stream = file or sys.stdout
     try:
         stream.write(f"{text}\n")
@@ -184,8 +190,8 @@ def asks_help(argv) -> bool:
 
 
 def help_text(schema, usage=None) -> str:
-    """Return the usage, which by default is the docstring of the schema's module, and the options
-    as they stand in the source, with type, default and comment."""
+    """Return the usage and the options. The usage is by default the docstring of the schema's
+    module. The options stand there as in the source, with type, default and comment."""
     usage = usage or inspect.getdoc(sys.modules[schema.__module__]) or ""   # python -OO has none
     source = "\n".join(map(inspect.getsource, reversed(schema.__mro__[:-1])))
     options = dict(re.findall(r"^    (\w+)(: \w+ = .*)$", source, re.MULTILINE))
@@ -193,10 +199,11 @@ def help_text(schema, usage=None) -> str:
 
 
 class Options:
-    """Dataclasses of options inherit a check that raises a ValueError."""
+    """Dataclasses of options inherit a check from this class."""
 
     def between(self, **bounds):
-        """Check bounds, given as name=(low, high). Both are allowed, and high may be None."""
+        """Check bounds, given as name=(low, high). Both bounds are allowed values, and None as high
+        is no bound. ValueError for a value outside."""
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             most = f" and at most {high}" if high is not None else ""
@@ -212,7 +219,7 @@ def typed_config(schema, values):
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
     check_known(values, kinds)
     for name, value in values.items():
-        if name in allowed and isinstance(value, bool):      # compile: true, of a YAML file
+        if name in allowed and isinstance(value, bool):     # YAML reads compile: true as a bool
             value = str(value).lower()
         typed[name] = typed_value(name, value, kinds[name])
         if typed[name] not in allowed.get(name, [typed[name]]):
@@ -220,7 +227,7 @@ def typed_config(schema, values):
             raise UserError(f"{name}={value} must be one of: {words}")
     try:
         return schema(**typed)
-    except ValueError as e:  # of the schema's own checks
+    except ValueError as e:     # the schema has checks of its own
         raise UserError(first_line(e)) from None
 
 
@@ -230,7 +237,7 @@ def names(*schemas) -> list:
 
 
 def known(values, options, what) -> dict:
-    """Return the values of those options that there are. A line tells each that is dropped."""
+    """Return the values of those options that exist. A note names each value that is dropped."""
     for name in sorted(values.keys() - set(options), key=str):
         note(f"{what}: {name}={values[name]!r} is dropped: there is no such option", sys.stderr)
     return {name: value for name, value in values.items() if name in options}
@@ -245,13 +252,14 @@ def check_known(values, options):
             raise UserError(f"unknown option {name!r:.60}: {hint}")
 
 
+# In the values of these options, ~ is the home folder.
 PATHS = ("out_dir", "data_dir", "init_from", "teacher", "config", "export", "requests",
          "include_path")
 
 
 def home(path) -> str:
-    """Return a path with the home folder in place of ~, as a shell would have put it there.
-    UserError for a user that there is not, so that no folder is named ~."""
+    """Return a path with the home folder in place of ~, as a shell writes it. UserError if there is
+    no such user, so that no folder is named ~."""
     full = os.path.expanduser(path)
     if full.startswith("~"):
         raise UserError(f"{path}: there is no such user; a file of this name is ./{path}")
@@ -281,9 +289,9 @@ def typed_value(name, value, kind):
 
 
 class Loader(yaml.SafeLoader):
-    """YAML whose numbers are those of the command line. (In YAML 1.1, 0100 is 64, 1:30 is 90, 1e-3
-    is text and yes is true. Here they are 100, text, 0.001 and text.) A name that stands twice in
-    a file is refused."""
+    """A reader of YAML in which numbers are written as on the command line. (In YAML 1.1, 0100 is
+    64, 1:30 is 90, 1e-3 is text and yes is true. Here they are 100, text, 0.001 and text.) A name
+    that stands twice in a file is refused."""
     yaml_implicit_resolvers = {}
 
     def construct_mapping(self, node, deep=False):
@@ -294,7 +302,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-for name, pattern, construct in (       # the first that matches a plain scalar
+for name, pattern, construct in (       # the first pattern that matches a plain scalar decides
         ("null", "~|null|", lambda text: None), ("bool", "true|false", lambda text: text == "true"),
         ("int", "[+-]?[0-9]+(_[0-9]+)*", int),
         ("float", r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?", float)):
@@ -309,7 +317,7 @@ def load_yaml(file):
     text = read_text(file, f"config={file}")
     try:
         return {**Loader(text).get_single_data()}
-    except Exception as e:  # the YAML parser has many kinds of errors, all about this file
+    except Exception as e:      # the YAML parser has many kinds of errors, all about this file
         reason = " ".join(str(e).split())[:200] or "no lines of options"
         raise UserError(f"config={file} is not valid YAML of `option: value` lines: "
                         f"{reason}") from e
@@ -355,12 +363,12 @@ def plain_name(text) -> str:
     return name if len(name) <= 100 else short
 
 
-LOCKS = {}      # {folder: its open descriptor}, of this process
+LOCKS = {}      # {folder: its open descriptor}, for the folders that this process has locked
 
 
 def lock(folder):
-    """Keep a folder for this process. The kernel releases the lock when it ends, however it ends.
-    UserError if another process has it."""
+    """Keep a folder for this process. The kernel releases the lock when the process ends, however
+    it ends. UserError if another process has the folder."""
     folder = folder.absolute()
     if folder in LOCKS or fcntl is None:
         return
@@ -371,7 +379,7 @@ def lock(folder):
         unlock(folder)
         raise UserError(f"{folder} is in use: another run of this name goes on") from None
     except OSError:
-        pass                                    # a network file system without locks
+        pass                                    # some network file systems have no locks
 
 
 def unlock(folder):
@@ -394,7 +402,7 @@ def open_file(path):
 
 @contextlib.contextmanager
 def naming(path):
-    """Inside, an OSError names the file. The error of a full disk does not by itself."""
+    """Inside, an OSError gets the file's name, because the error of a full disk has none."""
     try:
         yield
     except OSError as e:
@@ -413,7 +421,8 @@ def replace_file(path, content):
 
 
 def read_text(path, name) -> str:
-    """Return the text of a file. UserError, which calls it `name`, if there is none in UTF-8."""
+    """Return the text of a file. UserError, which calls the file `name`, if it is not there or is
+    not UTF-8."""
     try:
         with open_file(path) as f:
             return f.read().decode("utf-8-sig")  # without a byte order mark
@@ -424,7 +433,7 @@ def read_text(path, name) -> str:
 
 
 def read_json(file) -> dict:
-    """Return the object in a JSON file. UserError if there is none."""
+    """Return the object in a JSON file. UserError if the file is not there or holds no object."""
     try:
         return {**json.loads(read_text(file, file))}
     except (ValueError, TypeError, RecursionError) as e:
@@ -437,6 +446,7 @@ def first_line(e) -> str:
 
 
 def need(module):
+    """Return a module of an optional package. UserError if the package is missing."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -447,46 +457,46 @@ def need(module):
 
 @dataclass
 class TrainConfig(Options):
-    """The options of train.py. A model's own stand in its file, with its Config."""
-    run: str = ""  # folder of results (default: the config's name)
+    """The options of train.py. A model's own options stand in its file, in its Config."""
+    run: str = ""  # name of the folder of results in out_dir (default: the config file's name)
     out_dir: str = "out"  # where run folders are
-    init_from: str = ""  # start from a run or Hugging Face model
+    init_from: str = ""  # start from the weights of a run or of a Hugging Face model
     resume: str = choice("false", "true", "auto")  # go on from ckpt.pt; auto: if there is one
-    overwrite: bool = False  # let a new run replace this one
+    overwrite: bool = False  # replace the run that is in the folder
     eval_only: bool = False  # only evaluate ckpt.pt, or init_from
-    model: str = "gpt"  # which model_<name>.py, here or in lab/experiments
+    model: str = "gpt"  # which model_<name>.py: here, in lab/experiments or on PYTHONPATH
     config: str = ""  # YAML file of options (default: configs/<model>_tiny.yaml)
     # data
-    dataset: str = "python"  # as for prepare.py; or task:NAME
+    dataset: str = "python"  # as for prepare.py, or the name of its folder, or task:NAME
     tokenizer: str = "byte"  # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
     data_dir: str = "data"  # where prepared data sets are
     task_examples: int = 0  # fixed examples of a task (0: its own number)
     batch_size: int = 12  # sequences in one forward pass (a micro-batch)
-    gradient_accumulation_steps: int = 1  # micro-batches a step
+    gradient_accumulation_steps: int = 1  # micro-batches of a step, over all processes
     # optimization
     max_steps: int = 2000  # optimizer steps
     max_flops: float = 0.0  # FLOPs of training; sets max_steps (0: no limit)
     optimizer: str = choice("adamw", "muon")  # muon: for the blocks' matrices only
     learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: see common/optim.py)
     muon_learning_rate: float = 0.02  # Muon's peak
-    muon_momentum_steps: int = 0  # steps of its rise from 0.85
+    muon_momentum_steps: int = 0  # steps in which Muon's momentum rises from 0.85 (0: it is 0.95)
     weight_decay: float = 0.1  # on matrices and embeddings (lrt with muon: on matrices)
-    decay_schedule: str = choice("constant", "linear")  # of weight_decay
+    decay_schedule: str = choice("constant", "linear")  # of weight_decay; linear: falls to 0
     beta1: float = 0.9  # AdamW (lrt with muon: its own)
     beta2: float = 0.99  # AdamW (lrt with muon: its own)
     grad_clip: float = 1.0  # largest gradient norm (0: no clipping)
     lr_schedule: str = choice("cosine", "linear", "trapezoid")  # linear: constant, then falls
     warmup_steps: int = 100  # linear warm-up of cosine and trapezoid
-    cooldown_frac: float = 0.2  # of the steps: the end that falls, of linear and trapezoid
-    min_lr_frac: float = 0.1  # where all schedules end, of the peak
+    cooldown_frac: float = 0.2  # last fraction of the steps, in which linear and trapezoid fall
+    min_lr_frac: float = 0.1  # the fraction of the peak that the schedules fall to
     # evaluation and logging
     eval_interval: int = 250  # steps between evaluations and checkpoints
-    keep_interval: int = 0  # steps between step_N.pt, kept (0: none)
+    keep_interval: int = 0  # steps between checkpoints step_N.pt that are kept (0: none)
     eval_batches: int = 40  # micro-batches of an evaluation (0: all)
-    exact_batches: int = 0  # of these, lrt's exact, slow ones (0: all)
+    exact_batches: int = 0  # how many of these lrt evaluates by its exact, slow chain (0: all)
     log_interval: int = 10  # steps between lines in log.jsonl
-    sample_prompt: str = ""  # what the sample at the end continues (default: val's first words)
-    sample_tokens: int = 256  # its length in tokens (0: no sample)
+    sample_prompt: str = ""  # text that the sample at the end continues (default: val's beginning)
+    sample_tokens: int = 256  # length of the sample in tokens (0: no sample)
     # how to run
     seed: int = 1337  # of the weights, the batches and dropout
     device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
@@ -536,12 +546,13 @@ def merge(given, load):
 
     `given` are the options of the command line, as text. `load` is load_start of
     common/checkpoint.py, which imports this file. The fields have no vocab_size where nothing sets
-    it, because it is the data's then. A line tells what a file says in vain."""
+    it, because it is the data's then. On resume, notes name the values of a config file that the
+    run does not take."""
     file, saved, left = config_file(given), {}, set()
-    named = file if "config" in given else {}   # it may change a checkpoint's fields
+    named = file if "config" in given else {}   # such a file may change a checkpoint's fields
     start = typed_config(TrainConfig, chosen({**file, **given}, START))
     if start.eval_only and "init_from" not in given:
-        start.init_from = ""        # the run is evaluated, and not what it began with
+        start.init_from = ""        # the run is evaluated, and not the weights that it began with
     ckpt = load(start)
     if ckpt is not None and start.init_from:
         ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
@@ -560,13 +571,13 @@ def merge(given, load):
     if values.get("dataset", dataset) != dataset:
         values["sample_prompt"] = given.get("sample_prompt", "")    # a prompt is for its data set
     if "max_steps" in given:
-        values["max_flops"] = given.get("max_flops", "0")   # it wins over a saved budget
-    return *typed(values, given, ckpt), ckpt
+        values["max_flops"] = given.get("max_flops", "0")   # max_steps replaces a saved budget
+    return *checked(values, given, ckpt), ckpt
 
 
-def typed(values, given, ckpt):
-    """Return the TrainConfig and the fields of the model's Config that values set. UserError if
-    two of them exclude each other, or if one does not fit the weights."""
+def checked(values, given, ckpt):
+    """Return the TrainConfig and the fields of the model's Config, with these values and defaults.
+    UserError if two values exclude each other, or if one does not fit the weights."""
     schemas = TrainConfig, model_module(values.get("model", TrainConfig.model)).Config
     check_known(values, names(*schemas))
     cfg, model = (typed_config(schema, chosen(values, names(schema))) for schema in schemas)
@@ -578,8 +589,8 @@ def typed(values, given, ckpt):
                             f"{name}={old}")
     if cfg.resume != "true" and not cfg.eval_only and not Path(cfg.config).exists():
         note(f"there is no {cfg.config}: this is dataset={cfg.dataset} tokenizer={cfg.tokenizer} "
-             f"optimizer={cfg.optimizer} max_steps={cfg.max_steps}, and what else is not given "
-             f"has its default (train.py help)")
+             f"optimizer={cfg.optimizer} max_steps={cfg.max_steps}, and other options that are not "
+             f"given have their defaults (train.py help)")
     model_fields = asdict(model)
     if "vocab_size" not in values:
         del model_fields["vocab_size"]
@@ -601,9 +612,10 @@ def check_same_model(name, ckpt):
 
 
 def as_weights_of(name, ckpt):
-    """Return a checkpoint as the start of model `name`. It holds this model, or one that stands in
-    the Config's CONVERTS_FROM. The latter keeps the fields that both models have, and build_model
-    converts its weights. UserError for another model, or for a field that gets lost."""
+    """Return a checkpoint as the start of model `name`. The checkpoint holds this model, or a model
+    that CONVERTS_FROM of the Config names. From the latter, the fields that both models have are
+    kept, and build_model converts the weights. UserError for any other model, or for a field that
+    is not its default and that model `name` lacks."""
     config, origin = model_module(name).Config, model_module(ckpt["model"]).Config
     if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()) or name == ckpt["model"]:
         check_same_model(name, ckpt)
@@ -623,7 +635,8 @@ def not_in_weights(ckpt):
 
 
 def tell_ignored(file, saved):
-    """Print where a file has another value than the run, whose own stays."""
+    """Print a note for each option of which a file has another value than the run. The run keeps
+    its own value."""
     for name in sorted(file):
         if file[name] != saved[name]:
             note(f"{name}={saved[name]} is the run's own and stays; the file has {file[name]} (an "
