@@ -1,6 +1,7 @@
 """
-Devices: which one is used, how fast it is, and in which type products are computed. Processes are
-those of a training run. Each of them has a device of its own, or a part of the CPU.
+Devices and processes. The functions say which device is used, how fast it is, and in which type it
+computes products. The processes are those of a training run. Each process has a device of its own,
+or a part of the CPU.
 """
 import contextlib
 import os
@@ -14,13 +15,13 @@ from common.options import UserError, first_line, typed_value
 
 def pick_device(name, world=1):
     """Return the torch device that a device= option names. With several processes on CUDA, each
-    takes the one of its LOCAL_RANK. UserError if this machine has no such device."""
+    process takes the GPU of its LOCAL_RANK. UserError if this machine has no such device."""
     if name == "auto":                          # gloo cannot use mps
         mps = torch.backends.mps.is_available() and world == 1
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     if world > 1 and name not in ("cpu", "cuda"):
-        raise UserError(f"device={name} cannot be shared by {world} processes: "
-                        f"device=cuda or device=cpu can")
+        raise UserError(f"device={name} cannot serve {world} processes: device=cuda (a GPU for "
+                        f"each) or device=cpu can")
     local = os.environ.get("LOCAL_RANK", 0)
     try:
         device = torch.device(f"cuda:{local}" if name == "cuda" else name)
@@ -39,8 +40,8 @@ def device_name(device):
 
 # A GPU reaches at most so many floating-point operations a second in dense matrix products of
 # bfloat16, summed in float32, and so many bytes a second from its memory (NVIDIA's data sheets).
-# The names are whole, because variants of one GPU differ. On each of them, products of float32 in
-# TF32 reach half as many operations.
+# The names are whole, because variants of one GPU differ. On each of these GPUs, products of
+# float32 in TF32 run at half that rate.
 PEAKS = {"NVIDIA A100-SXM4-40GB": (312e12, 1555e9),
          "NVIDIA A100-SXM4-80GB": (312e12, 2039e9),
          "NVIDIA A100-PCIE-40GB": (312e12, 1555e9),
@@ -57,12 +58,12 @@ PEAKS = {"NVIDIA A100-SXM4-40GB": (312e12, 1555e9),
 
 
 def gpu_peaks(device):
-    """Return PEAKS of the device, or None if it is a CPU or a GPU that the table has not."""
+    """Return the device's two PEAKS, or None for a CPU and for a GPU that the table lacks."""
     return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def precision(cfg, device):
-    """Return the name of the type in which products are computed, which dtype= says."""
+    """Return the name of the type in which products are computed, as dtype= says."""
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return auto if cfg.dtype == "auto" else cfg.dtype
 
@@ -74,22 +75,24 @@ def autocast(cfg, device):
 
 
 class Processes:
-    """torchrun's processes, or a single one. Each object knows the rank of its process, how many
-    processes there are, and the process's device with the precision of products on it."""
+    """A Processes object stands for torchrun's processes, or for a single one. It knows the rank of
+    its own process, how many processes there are, and its device with the precision of products."""
 
     def __init__(self, cfg):
         self.world = typed_value("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), int)
         self.rank = typed_value("RANK", os.environ.get("RANK", "0"), int)
         self.master = self.rank == 0
         if not 0 <= self.rank < self.world:
-            raise UserError(f"RANK={self.rank} of WORLD_SIZE={self.world}: start with torchrun")
+            raise UserError(f"RANK={self.rank} must be from 0 to below WORLD_SIZE={self.world}: "
+                            f"start with torchrun, which sets both")
         self.device = pick_device(cfg.device, self.world)
         if cfg.gradient_accumulation_steps % self.world and not cfg.eval_only:
             raise UserError(f"gradient_accumulation_steps={cfg.gradient_accumulation_steps} is "
                             f"not divisible by the {self.world} processes that share it")
         if cfg.fsdp and self.world == 1:
             raise UserError("fsdp=true needs several processes: torchrun --nproc_per_node=N "
-                            "train.py; one process takes fsdp=false, and the same checkpoints")
+                            "train.py starts them, and one process reads the same checkpoints with "
+                            "fsdp=false")
         self.precision, self.autocast = precision(cfg, self.device), autocast(cfg, self.device)
         cuda = self.device.type == "cuda"
         if cuda:
@@ -103,7 +106,7 @@ class Processes:
             raise UserError(f"the {self.world} processes do not meet: {first_line(e)}") from e
 
     def sum(self, *values):
-        """Return each number summed over all processes, as floats."""
+        """Return a list of floats, each the sum of one of the values over all processes."""
         on = self.device if self.device.type == "cuda" else "cpu"
         total = torch.tensor(values, dtype=torch.float64, device=on)
         if self.world > 1:
@@ -112,8 +115,8 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self):
-        """Inside, every process does the same at the same time. The first one with an error tells
-        it, and the others end without a word."""
+        """Inside, every process does the same at the same time. If some have an error, the one of
+        least rank raises it, and all others end without a word."""
         error = None
         try:
             yield
@@ -131,11 +134,12 @@ class Processes:
             dist.barrier()
 
     def leave(self):
-        """End a process of several after success. It waits for no other one: the first process may
-        write a sample for longer than a collective may take. (Call `meet` before.)"""
+        """End this process after success if it is one of several. It does not wait for the others,
+        because the first process may write a sample for longer than a collective may take. `meet`
+        comes before."""
         if self.world > 1:
-            # DDP and DTensor's caches keep the group, and gloo's threads with it. Python's
-            # shutdown sometimes aborts on these threads (exit status -6). All is written, so that
-            # the process can end without a shutdown.
+            # DDP and DTensor's caches keep the group alive, and gloo's threads with it. Python's
+            # shutdown sometimes aborts on these threads (exit status -6). All files are written, so
+            # that the process can end without a shutdown.
             sys.stdout.flush()
             os._exit(0)
