@@ -1,11 +1,13 @@
 """
-Checkpoints and the log, which a run leaves. A checkpoint is one file, which is replaced in one move
+Checkpoints and the log. A run leaves both. A checkpoint is one file, which is replaced in one move
 and verified when it is read. It can be exported:
 
     python -m common.checkpoint out/gpt_tiny export=gpt.pt
-        without the optimizers, a third of the size: for sample.py, serve.py, lab.eval, init_from=
+        a file without the optimizers, which has about a third of the size. sample.py, serve.py,
+        lab.eval and init_from= read it.
     python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
-        a Hugging Face folder: a Llama, Mistral, Qwen3 or Gemma, of exit_loop loops
+        a folder in Hugging Face's format, a Llama, Mistral, Qwen3 or Gemma. A relaxed model is
+        unrolled to exit_loop loops.
 """
 import contextlib
 import hashlib
@@ -22,7 +24,8 @@ from common.options import (UserError, first_line, known, model_module, names, n
                             open_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
-# What a checkpoint holds. Older ones have a field "rng" too, which nothing reads.
+# Every checkpoint has these fields. New ones also have "teacher" and "precision" (train.state), and
+# old ones have a field "rng", which nothing reads.
 FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
           "step": int, "tokens": int, "flops": float, "optimizers": list, "evaluated": int,
           "best_ce": float, "data": str}
@@ -31,8 +34,8 @@ FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict,
 # ---- saving ----
 
 def sync_folder(folder):
-    """Make a rename inside the folder survive a power cut."""
-    with contextlib.suppress(OSError):          # some network file systems cannot
+    """Flush a folder to the disk, so that a rename inside it survives a power cut."""
+    with contextlib.suppress(OSError):          # some network file systems cannot do it
         fd = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(fd)
@@ -41,16 +44,16 @@ def sync_folder(folder):
 
 
 def save_checkpoint(path, state):
-    """Write the state, which is tensors and plain values, and the SHA-256 of all that after it.
-    The file is complete at every moment, because a temporary one is flushed to the disk and
-    replaces it in one move. UserError if the disk refuses. The file is then as before."""
+    """Write the state, which is tensors and plain values, and behind it the SHA-256 of its bytes.
+    The file is complete at every moment, because a temporary file is flushed to the disk and then
+    takes its place in one move. UserError if the disk refuses. The file is then as before."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "w+b") as f:
             torch.save(state, f)
             f.seek(0)
-            f.write(hashlib.file_digest(f, "sha256").digest())
+            f.write(hashlib.file_digest(f, "sha256").digest())  # file_digest reads to the end
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -65,9 +68,10 @@ def save_checkpoint(path, state):
 # ---- loading ----
 
 def load_checkpoint(path):
-    """Return the newest state of a run's folder, or that of a file, on the CPU. OSError if there is
-    none, and UserError if it is damaged or not one of ours. The SHA-256 covers every byte, and the
-    unpickler runs no code. A field that the model no longer has is dropped, and a line tells it."""
+    """Return the newest state of a run's folder, or the state in a file, on the CPU. OSError if
+    there is none, and UserError if the file is damaged or not one of ours. The SHA-256 covers every
+    byte of the state, and the unpickler runs no code. A field that the model's Config no longer has
+    is dropped, and a note tells this."""
     path = newest(Path(path)) if Path(path).is_dir() else Path(path)
     try:
         with naming(path), open_file(path) as f, warnings.catch_warnings(action="ignore"):
@@ -76,10 +80,10 @@ def load_checkpoint(path):
                     raise ValueError("checksum")
             state = torch.load(f, map_location="cpu", weights_only=True)
         if any(type(state[name]) is not kind for name, kind in FIELDS.items()):
-            raise ValueError("another file of torch's")
+            raise ValueError("it is another file of torch's")
     except (OSError, MemoryError):
         raise
-    except Exception as e:      # torch fails on foreign files in any way
+    except Exception as e:      # torch fails on foreign files with errors of many kinds
         raise UserError(f"{path} is damaged or is not a checkpoint of this project: its checksum "
                         f"or its format is wrong") from e
     try:
@@ -119,7 +123,7 @@ def build_model(ckpt, **overrides):
         raise UserError(f"{name}={values[name]}: model={ckpt['model']} has no such option")
     try:
         model = module.Model(module.Config(**values))
-        if "converts" in ckpt:                  # another model's weights
+        if "converts" in ckpt:                  # the weights are another model's
             module.convert(model, ckpt["weights"])
         else:
             model.load_state_dict(ckpt["weights"])
@@ -130,7 +134,8 @@ def build_model(ckpt, **overrides):
 
 
 def fingerprint(ckpt) -> str:
-    """Return the SHA-256 of what a checkpoint computes: of its model and its weights."""
+    """Return the SHA-256 of a checkpoint's model, its Config and its weights, which are all that
+    decides what it computes."""
     found = hashlib.sha256(json.dumps([ckpt["model"], ckpt["model_config"]]).encode())
     for name, w in sorted(ckpt["weights"].items()):
         found.update(f"{name} {w.dtype} {[*w.shape]}".encode())
@@ -151,10 +156,10 @@ def load_run(path, device="cpu", dtype="float32", **overrides):
 
 def load_start(start):
     """Return the checkpoint that a call of train.py starts from, or None. The TrainConfig `start`
-    says which, and is changed to what is done: resume=auto becomes true or false, and init_from
+    says which one. It is changed to what is done: resume=auto becomes true or false, and init_from
     becomes empty if the checkpoint is the run's own."""
     own = newest(start.folder)
-    if start.resume == "auto":                  # of a run that a scheduler starts again and again
+    if start.resume == "auto":                  # a scheduler starts the same command repeatedly
         start.resume = "true" if own.exists() else "false"
     if start.resume == "true" or start.eval_only and not start.init_from:
         start.init_from = ""
@@ -163,13 +168,14 @@ def load_start(start):
 
 
 def load_initial(path, option="init_from"):
-    """Return the checkpoint that init_from or teacher names, or Hugging Face weights as one."""
+    """Return the checkpoint that init_from= or teacher= names. Hugging Face weights become a
+    checkpoint of model=gpt, without a tokenizer and a run's other fields."""
     with contextlib.suppress(FileNotFoundError):
         return load_checkpoint(path)
     from common.huggingface import from_pretrained
     try:
         model = from_pretrained(path)
-    except (UserError, ValueError, RuntimeError) as e:      # RuntimeError: no memory for its sizes
+    except (UserError, ValueError, RuntimeError) as e:      # RuntimeError: memory is too small
         raise UserError(f"{option}={path}: {first_line(e)}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(),
             "step": 0}
@@ -181,7 +187,7 @@ def check_tokenizer(ckpt, data, what):
     ours = data.tokenizer.to_dict()
     theirs = ckpt.get("tokenizer", ours)
     if "tokenizer" not in ckpt:
-        note(f"{what} does not tell its tokenizer; the data's is {data.tokenizer.kind}")
+        note(f"{what} does not say which tokenizer it needs; the data's is {data.tokenizer.kind}")
     if theirs != ours:
         raise UserError(f"{what} was trained with tokenizer {theirs.get('kind')}, which is not the "
                         f"one of the data set ({data.tokenizer.kind}, {data.vocab_size} tokens)")
@@ -191,16 +197,16 @@ def check_tokenizer(ckpt, data, what):
 
 @dataclass
 class ExportConfig:
-    export: str = ""            # where to: NAME.pt, or a folder for Hugging Face's format
+    export: str = ""            # where it goes: NAME.pt, or a folder for Hugging Face's format
     exit_loop: int = 0          # of relaxed and mor: how many loops (0: all)
-    overwrite: bool = False     # replace what is there
+    overwrite: bool = False     # replace the file or folder that is there
 
 
 def main(argv):
     (run,), given = split_args(argv, least=1, most=1)
     cfg = typed_config(ExportConfig, given)
     if not cfg.export:
-        raise UserError("give one run and where to: out/NAME export=PATH")
+        raise UserError("export= is missing: give one run and a place, out/NAME export=PATH")
     path, ckpt = Path(cfg.export), load_checkpoint(run)
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
