@@ -6,8 +6,8 @@ and verified when it is read. It can be exported:
         a file without the optimizers, which has about a third of the size. sample.py, serve.py,
         lab.eval and init_from= read it.
     python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
-        a folder in Hugging Face's format, a Llama, Mistral, Qwen3 or Gemma. A relaxed model is
-        unrolled to exit_loop loops.
+        a folder in Hugging Face's format, a Llama, Mistral, Qwen3 or Gemma. The loops of relaxed,
+        and of mor without a router, are unrolled up to exit_loop.
 """
 import contextlib
 import hashlib
