@@ -1,6 +1,6 @@
 """
-The data of a run: the folder of a data set, its token files, and batches that are each a pure
-function of (seed, step).
+The data of a run. This file finds the folder of a data set, reads its token files, and cuts batches
+from them. A batch depends only on (seed, step).
 """
 import math
 from pathlib import Path
@@ -33,15 +33,16 @@ def data_folder(cfg):
 
 
 def check_dataset(dataset):
-    """UserError if a path is given as it is: the kind of a data set stands before its path."""
+    """UserError if dataset= is a path alone, because the kind of a data set (file:, hf:) must stand
+    before its path."""
     if ":" not in dataset and Path(dataset).expanduser().exists():
         raise UserError(f"dataset={dataset} is a path: dataset=file:{dataset} reads a text, a glob "
-                        f"or a folder of texts, dataset=hf:{dataset} tables")
+                        f"or a folder of texts, and dataset=hf:{dataset} reads tables")
 
 
 def open_data(cfg):
     """Return {"train": TokenData, "val": TokenData} of a prepared data set. UserError if there is
-    none, or if it was made from something else, whose name gives the same folder."""
+    none, or if the folder was made from another data set, because two names may give one folder."""
     folder = data_folder(cfg)
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
@@ -81,14 +82,14 @@ class TokenData:
         self.dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[meta["dtype"]]
         self.tokens, self.bytes = int(sizes["tokens"]), int(sizes["bytes"])
         self.vocab_size, self.sha256 = tokenizer.vocab_size, sizes["sha256"]
-        # The file stays open: a data set that is made again meanwhile is another file.
+        # The file stays open, because a data set that is made again meanwhile is another file.
         self.path = folder / f"{split}.bin"
         self.file = open_file(self.path)
 
     def check(self):
         """UserError if the file is not what prepare.py wrote."""
         if sha256_of(self.path) != self.sha256:
-            raise UserError(f"{self.path} is damaged, meta.json has another SHA-256: {AGAIN}")
+            raise UserError(f"{self.path} is damaged, and meta.json has another SHA-256: {AGAIN}")
 
     def mapped(self) -> np.ndarray:
         """Return all tokens (tokens,) as a mapped file."""
@@ -98,27 +99,28 @@ class TokenData:
             raise UserError(f"{self.path} is damaged, {first_line(e)}: {AGAIN}") from None
 
     def windows(self, starts, length) -> np.ndarray:
-        """Return the tokens (B, length) int64 that begin at starts (B,), each in [0, tokens -
-        length]. The file is mapped every time, because a mapping that is kept holds every page
+        """Return the tokens (B, length) int64 that begin at starts (B,), each start in [0, tokens -
+        length]. The file is mapped in each call, because a mapping that is kept holds every page
         that it ever touched in memory."""
         ids = self.mapped()[np.asarray(starts)[:, None] + np.arange(length)]
         if ids.size and ids.max() >= self.vocab_size:
             raise UserError(f"token {ids.max()} in {self.path} is out of the vocabulary "
-                            f"({self.vocab_size})")
+                            f"({self.vocab_size} tokens)")
         return ids.astype(np.int64)
 
 
 # ---- repeated text ----
 
-GRAM = 64       # A stretch of so many tokens that stands in both splits is no chance.
-CHUNK = 1 << 20
+GRAM = 64           # A stretch of so many tokens that stands in both splits is no coincidence.
+CHUNK = 1 << 20     # tokens of train that are hashed at once
 
 
 def grams(ids) -> np.ndarray:
-    """Return a hash of 64 bits of every GRAM tokens in a row, for ids (T,): (T - GRAM + 1,)."""
+    """Return the hashes (T - GRAM + 1,) of ids (T,). Each is a hash of 64 bits of GRAM tokens in a
+    row, and begins at each token but the last GRAM - 1."""
     odd, step = np.uint64(0x9E3779B97F4A7C15), 1
     hashes = (np.asarray(ids).astype(np.uint64) + np.uint64(1)) * odd
-    while step < GRAM:  # from the hashes of `step` tokens to those of twice as many
+    while step < GRAM:  # two hashes of `step` tokens make one of twice as many
         hashes = hashes[:-step] * odd + hashes[step:]
         hashes ^= hashes >> np.uint64(29)
         hashes *= np.uint64(0xBF58476D1CE4E5B9)
@@ -128,8 +130,8 @@ def grams(ids) -> np.ndarray:
 
 
 def repeated(val, train) -> np.ndarray:
-    """Return which tokens of val (T,) stand in a stretch of GRAM tokens that occurs in train. The
-    tokens of train may be a mapped file, because they are read in chunks."""
+    """Return for each token of val (T,) whether it stands in a stretch of GRAM tokens that occurs
+    in train. The tokens of train may be a mapped file, because they are read in chunks."""
     at = grams(val)
     known = np.unique(at)
     found = np.zeros(len(known) + 1, dtype=bool)
@@ -147,15 +149,17 @@ def repeated(val, train) -> np.ndarray:
 # ---- batches ----
 
 def draw(seed, step, places, rows, index, accumulation):
-    """Return the rows of micro-batch `index`, each drawn from so many places. All rows of an
-    optimizer step are drawn together, so that it does not matter which process computes which."""
+    """Return the places (rows,) of micro-batch `index`, numbers below `places`, which are drawn
+    with replacement. All rows of an optimizer step are drawn together, so that it does not matter
+    which process computes which micro-batch."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, step]))
     return rng.integers(0, places, rows * accumulation)[index * rows:(index + 1) * rows]
 
 
 def spread(starts, rows, limit):
-    """Return the starts in micro-batches of so many rows. With a limit there are so many
-    micro-batches, and their rows are spread evenly. They are always the same."""
+    """Return the starts as a list of micro-batches of `rows` starts; the last may have fewer. If
+    limit is not 0, there are at most `limit` micro-batches, whose starts lie evenly among all. The
+    result is the same in each evaluation."""
     count = limit * rows
     if 0 < count < len(starts):
         starts = starts[np.linspace(0, len(starts) - 1, count).astype(np.int64)]
@@ -163,8 +167,9 @@ def spread(starts, rows, limit):
 
 
 class Windows:
-    """Windows of block_size + 1 tokens. They are the inputs, and one token later the targets. A
-    batch has `rows` windows, and validation reads the windows that begin at `starts`."""
+    """A window is a stretch of block_size + 1 tokens. Its first block_size tokens are the inputs,
+    and its last block_size tokens are the targets. A batch has `rows` windows, and validation reads
+    the windows that begin at `starts`."""
 
     def __init__(self, val, rows, block_size):
         self.val, self.rows, self.length = val, rows, block_size + 1
@@ -179,18 +184,19 @@ class Windows:
 
     def val_batches(self, limit):
         """Return the starts of windows that follow each other in the validation text, in
-        micro-batches. Each token is predicted once, and a few at the end may be left out."""
+        micro-batches (see spread). Each token is predicted once, and a few tokens at the end may be
+        left out."""
         return spread(self.starts, self.rows, limit)
 
     def cut(self, data, starts):
         """Return the inputs and targets of some windows, each (B, block_size) int64."""
-        import torch  # here, because prepare.py reads data sets too, and starts faster without it
+        import torch  # here, because prepare.py imports this file and starts faster without torch
         windows = torch.from_numpy(data.windows(starts, self.length))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 class TextBatches(Windows):
-    """Micro-batches of a prepared data set. A window starts at any token."""
+    """The micro-batches of a prepared data set. In training, a window starts at any token."""
 
     def __init__(self, data, cfg, block_size):
         """data is what open_data returns."""
@@ -200,16 +206,16 @@ class TextBatches(Windows):
         for split in data.values():
             split.check()
         self.fingerprint = f"{self.train.sha256} {self.val.sha256}"     # of all that a run reads
-        self.micro_batch(0, 0)      # tells what is wrong before anything is written
+        self.micro_batch(0, 0)      # an error comes here, before anything is written
 
     def micro_batch(self, step, index):
-        """Return micro-batch `index` (over all processes) of the update after `step`: the inputs
-        and the targets, each (batch_size, block_size) int64."""
+        """Return the inputs and the targets, each (batch_size, block_size) int64, of micro-batch
+        `index` of the update after `step` steps. `index` counts over all processes."""
         places = self.n_windows(self.train)
         return self.cut(self.train, draw(self.seed, step, places, self.rows, index,
                                          self.accumulation))
 
 
 def bits_per_byte(ce, data):
-    """Return nats per token as bits per byte of the text of `data`."""
+    """Return a loss in nats per token as bits per byte of the text of `data`."""
     return ce / math.log(2) * data.tokens / data.bytes
