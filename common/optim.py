@@ -13,26 +13,27 @@ from torch.distributed.tensor import DTensor, Replicate
 from common.options import UserError
 
 # nanochat's groups, as the LRT paper has them (Appendix A). They are used if optimizer=muon and the
-# model has parameter_kinds. Each kind has AdamW's rate, in units of learning_rate, and beta1. The
-# paper counts gates as scalars. At the scalars' rate, 0.5, the input of a gate's sigmoid would move
-# by many units a step, because it is a sum over all channels. So here gates learn at the head's
-# rate. Muon is torch's, without nanochat's additions.
+# model has parameter_kinds, as LRT does. Each kind has AdamW's learning rate, in units of
+# learning_rate, and beta1. The paper counts gates as scalars. At the paper's learning_rate, 0.004,
+# scalars learn at 125 * 0.004 = 0.5. At this rate the input of a gate's sigmoid would move by many
+# units a step, because it is a sum over all channels. So here gates learn at the head's rate. Muon
+# is torch's, without nanochat's additions.
 NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
                 beta=(125, 0.96), scalar=(125, 0.8))
-MOMENTUM = 0.95     # Muon's
+MOMENTUM = 0.95     # Muon's momentum (see muon_momentum_steps)
 STACK = 2 ** 26     # Muon stacks at most so many numbers, because a step holds about five stacks
 
 
 def blocks_of(model):
-    """Return all blocks of a model, in the order of the layers."""
-    lists = [getattr(model, name, ()) for name in ("first", "blocks", "last")]     # mor has all
+    """Return all blocks that a model stores, in the order of the layers."""
+    lists = [getattr(model, name, ()) for name in ("first", "blocks", "last")]  # mor has all three
     return [block for blocks in lists for block in blocks]
 
 
 def parameter_groups(model, cfg):
-    """Return the groups of parameters, each with its settings. "kind", which is "adamw" or "muon",
-    names a group's optimizer. "peak_lr" and "peak_decay" are the learning rate and weight decay
-    that the schedules scale."""
+    """Return the groups of parameters, each a dict of its settings. "kind" is the group's
+    optimizer, "adamw" or "muon". "peak_lr" and "peak_decay" are the learning rate and the weight
+    decay that the schedules scale."""
     nanochat = cfg.optimizer == "muon" and hasattr(model, "parameter_kinds")
     groups = nanochat_groups(model, cfg) if nanochat else common_groups(model, cfg)
     groups = [dict(g, peak_lr=g["lr"], peak_decay=g["weight_decay"])
@@ -44,8 +45,8 @@ def parameter_groups(model, cfg):
 
 
 def common_groups(model, cfg):
-    """Return the groups of all models but nanochat's. Weight decay applies to matrices and
-    embeddings, and not to vectors."""
+    """Return the groups of a model for which nanochat's are not used. Weight decay applies to
+    matrices and embeddings, and not to vectors."""
     kinds = by_kind(model)
     muon = kinds.pop("matrix", []) if cfg.optimizer == "muon" else []
     rest = [p for params in kinds.values() for p in params]
@@ -57,9 +58,9 @@ def common_groups(model, cfg):
 
 
 def nanochat_groups(model, cfg):
-    """Return nanochat's groups. cfg has the rates for 2^19 tokens a step, and they grow with the
-    square root of the number of tokens. beta1 and beta2 of cfg have no effect, and weight decay
-    applies only to the matrices of the blocks."""
+    """Return nanochat's groups. The learning rates of cfg are those for 2^19 tokens a step. They
+    are scaled by the square root of the number of tokens. beta1 and beta2 of cfg have no effect,
+    and weight decay applies only to the matrices of the blocks."""
     kinds = by_kind(model)
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
     batch = math.sqrt(tokens / 2 ** 19)
@@ -78,7 +79,7 @@ def nanochat_groups(model, cfg):
 def by_kind(model):
     """Return {kind: parameters}. "matrix" is a matrix in a block. "embedding" is an embedding in a
     block or any matrix outside of the blocks. "scalar" is a parameter that is no matrix. The
-    model's parameter_kinds, {part of a parameter's name: kind}, comes before these rules."""
+    model's parameter_kinds, {part of a parameter's name: kind}, overrides these rules."""
     kinds, named = {}, getattr(model, "parameter_kinds", {})
     inside = {id(p) for block in blocks_of(model) for p in block.parameters()}
     inside -= {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -91,10 +92,10 @@ def by_kind(model):
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon on stacks of matrices. torch launches 23 kernels a matrix. Here about as many
-    serve all matrices of a shape, because they are stacked, so that each product of the
-    Newton-Schulz iteration is one batched product. A matrix with more rows than columns is stacked
-    transposed, together with the matrices that have its shape then. On a GPU the iteration runs in
+    """This is torch's Muon on stacks of matrices. torch launches 23 kernels for each matrix. Here
+    about as many serve all matrices of a shape, because these are stacked, so that each product of
+    the Newton-Schulz iteration is one batched product. A matrix with more rows than columns is
+    transposed and stacked with the matrices of its new shape. On a GPU the iteration runs in
     bfloat16. On a CPU it runs in the weights' dtype, because many CPUs have no instructions for
     bfloat16 and take twenty times as long."""
 
@@ -117,8 +118,8 @@ class Muon(torch.optim.Muon):
 
 
 def add_orthogonalized(pairs, rows, columns, group):
-    """Add to each parameter its orthogonalized update. `pairs` are (parameter, update). First come
-    the pairs of shape (rows, columns), with rows <= columns, and then those of shape
+    """Move each parameter against its orthogonalized update. `pairs` are (parameter, update). First
+    come the n pairs of shape (rows, columns), with rows <= columns, and then those of shape
     (columns, rows)."""
     params, updates = zip(*pairs)
     n, lr = sum(p.size(0) == rows for p in params), group["lr"]
@@ -129,7 +130,7 @@ def add_orthogonalized(pairs, rows, columns, group):
         torch._foreach_add_(params[:n], shards(x[:n], params[:n]), alpha=-lr)
     if n < len(params):
         x = x[n:].mT.contiguous()
-        alpha = -lr * math.sqrt(columns / rows)     # as torch scales a matrix with more rows
+        alpha = -lr * math.sqrt(columns / rows)     # torch scales a matrix with more rows so
         torch._foreach_add_(params[n:], shards(x, params[n:]), alpha=alpha)
 
 
@@ -148,8 +149,8 @@ def newton_schulz(x, group):
 
 
 def whole_matrix(x):
-    """Return the matrix, gathered from all processes if it is sharded. Otherwise each product of
-    the iteration would communicate."""
+    """Return the matrix, gathered from all processes if it is sharded, because each product of the
+    iteration would communicate otherwise."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -178,7 +179,8 @@ def load_optimizers(optimizers, states, step, cfg):
     sizes = lambda groups: [len(group["params"]) for group in groups]
     if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:
         raise UserError("resume: the checkpoint was made with another optimizer, has other groups "
-                        "of parameters, or was exported without them (init_from= takes it)")
+                        "of parameters, or was exported without its optimizers: init_from= takes "
+                        "its weights")
     for optimizer, state, now in zip(optimizers, states, settings):
         state = {**state, "param_groups": now}
         if isinstance(optimizer.param_groups[0]["params"][0], DTensor):
@@ -203,8 +205,9 @@ def lr_factor(step, cfg):
 
 
 def loop_starts(model_cfg, max_steps):
-    """Return the steps at which the first loop of a model's blocks begins to run, the second, and
-    so on. They lie evenly in the first loop_warmup of all steps. A model without loops has one."""
+    """Return for each loop of a model's blocks the step at which it begins to run. The steps are
+    spread evenly over the first loop_warmup * max_steps steps. A model without loops counts as one
+    loop."""
     R = getattr(model_cfg, "n_loop", 1)
     warmup = getattr(model_cfg, "loop_warmup", 0.0) * max_steps
     return [math.ceil(warmup * r / max(1, R - 1)) for r in range(R)]
