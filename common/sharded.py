@@ -1,13 +1,14 @@
 """
-fsdp=true: parameters, gradients and optimizer state sharded over the processes (FSDP2).
+With fsdp=true, parameters, gradients and optimizer state are sharded over the processes (FSDP2).
 
-Each block is one FSDP unit. Everything else (embedding, norms, head) is one more: a tied head must
-be in the same unit as the embedding. A unit's weights are gathered from all processes when it runs,
-and again in the backward pass. Blocks that run several times (loops, recursions, LRT's passes), or
-all at the same time (RT's wavefront), would be gathered, and their gradients summed, once for each
-run: a model of such blocks (runs_blocks_once is False) is one unit, gathered once a micro-batch.
-Gradients are summed and sharded after each micro-batch, or each process would keep them whole.
-A checkpoint holds whole tensors, the same as without sharding.
+Each block is one FSDP unit. All other parameters (embedding, norms, head) are one more unit,
+because a tied head must be in the unit of the embedding. A unit's weights are gathered from all
+processes when it runs, and again in the backward pass. Blocks that run several times (loops,
+recursions, LRT's passes), or all at the same time (RT's wavefront), would be gathered, and their
+gradients summed, once for each run. So a model of such blocks (runs_blocks_once is False) is a
+single unit, which is gathered once a micro-batch. Gradients are summed and sharded after each
+micro-batch, because each process would keep them whole otherwise. A checkpoint holds whole tensors,
+the same as without sharding.
 """
 import contextlib
 
@@ -18,8 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def shard(model, blocks, device, world):
-    """Shard the model, whose blocks these are, in place over `world` processes. All must hold the
-    same weights."""
+    """Shard the model, whose blocks these are, in place over `world` processes. All processes must
+    hold the same weights."""
     mesh = init_device_mesh(device.type, (world,))
     for block in blocks if model.runs_blocks_once else ():
         fully_shard(block, mesh=mesh)
@@ -28,7 +29,8 @@ def shard(model, blocks, device, world):
 
 @contextlib.contextmanager
 def gathered(model):
-    """Inside, every process has all weights, and runs the model without the others."""
+    """Inside, every process has all weights, and runs the model without the other processes. A
+    model that is not sharded stays as it is."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -40,8 +42,8 @@ def gathered(model):
 
 
 def whole(tree):
-    """Return lists and dicts in which each sharded tensor is gathered, on rank 0 and its CPU. The
-    other processes have None in its place. All processes must call this."""
+    """Return a tree of lists and dicts in which each sharded tensor is gathered to the CPU of
+    rank 0. The other processes have None in its place. All processes must call this."""
     if isinstance(tree, dict):
         return {key: whole(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -53,8 +55,8 @@ def whole(tree):
 
 
 def sharded_like(optimizer, state):
-    """Return the state_dict of an optimizer over whole tensors as one of this optimizer, with its
-    moments sharded like the parameters."""
+    """Return `state`, a state_dict with whole moments, with the moments sharded like the parameters
+    of `optimizer`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {}
     for i, values in state["state"].items():
