@@ -1,14 +1,14 @@
 """
-Synthetic tasks as data sets, which are made while training. They show in minutes what a sequence
-model can do.
+Synthetic tasks are data sets that are made while a model trains. They show in minutes what a
+sequence model can do.
 
     python train.py dataset=task:recall block_size=128 run=recall
 
 Inputs stand above targets: target t is the answer after tokens 0..t. A dot is a position that
 is not scored. The parentheses hold the vocabulary size and a usual length T (block_size).
 
-recall (16, T 128). An example is pairs of a key (0-7) and a value (8-15). Within it a key always
-has the same value. The value is scored if its key came before, as the last key always did.
+recall (16, T 128). An example is pairs of a key (0-7) and a value (8-15). Within an example a key
+always has the same value. A value is scored if its key came before, as the last key always did.
 noisy_recall (32, T 128). A pair is two noise tokens (16-31) with probability 0.2.
     inputs    3  9  0 14  3  9  5  9  0 14
     targets   .  .  .  .  9  .  .  . 14  .
@@ -19,8 +19,8 @@ one of 7-14. The token 15 pads on the left. In validation all keys have three to
     targets   .  .  .  .  .  .  .  .  .  .  .  .  9 11
 
 selective_copying (16, T 256). Sixteen letters (0-13) stand among blanks (14). Then come the copy
-token (15) and sixteen blanks, at which the letters are scored in order. This is an example of
-three letters:
+token (15) and sixteen blanks, at which the letters are scored in order. The picture has three
+letters:
     inputs   14 14  7 14  2 14 14 14  7 15 14 14 14
     targets   .  .  .  .  .  .  .  .  .  .  7  2  7
 
@@ -34,20 +34,20 @@ copying (27). An example is T / 2 letters (0-25), the copy token (26), and the l
     targets   .  .  .  4 19  0
 
 needles (48, T 128). Eight pairs of a key (0-15, all different) and a value (16-31) are strewn
-over filler (32-47). Then all keys follow in another order, each with its value. This is an
-example of two pairs:
+over filler (32-47). Then all keys follow in another order, each with its value. The picture has
+two pairs:
     inputs   40  3 17 33 33 11 30 45 11 30  3 17
     targets   .  .  .  .  .  .  .  . 30  . 17  .
 
-s3 (6), s5 (120). The tasks track a state: tokens are permutations of 3 or 5 elements, numbered as
-itertools.permutations lists them. The target is the composition of all so far, of which the first
-is applied first. (Attention without absolute positions cannot tell p from p p, so a plain
-Transformer gets at most 31 of 36 rows of s3 wholly right.)
+s3 (6), s5 (120). These tasks track a state. Tokens are permutations of 3 or 5 elements, numbered as
+itertools.permutations lists them. A target is the composition of all tokens so far, of which the
+first is applied first. (Attention without absolute positions cannot tell p from p p, so that a
+plain Transformer gets at most 31 of 36 rows of s3 wholly right.)
     inputs    1  2  2  5
     targets   1  3  1  4
 
-All else is drawn uniformly. Training has 12,800 fixed examples, memorization 256; needles, s3 and
-s5 draw new ones at every step. Validation has 1,280 others.
+All else is drawn uniformly. Training has 12,800 fixed examples, but memorization has 256, and
+needles, s3 and s5 draw new examples at every step. Validation has 1,280 other examples.
 
 The first five are MAD's (Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid
 Architectures", github.com/athms/mad-lab). copying is from "Repeat After Me" (Jelassi et al. 2024).
@@ -76,8 +76,9 @@ from common.options import UserError
 from common.tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280
-# A seed ends in one of these words, so that no two kinds of draws share random numbers. None is 0,
-# because to numpy the seeds [seed, step] and [seed, step, 0] are the same.
+# A seed ends in one of these words, so that no two kinds of draws share random numbers. No word is
+# 0, because to numpy the seeds [seed, step] and [seed, step, 0] are the same. The seeds of forward
+# passes end in 1 (train.seed_forward).
 TRAIN, VAL, FRESH, MAP = 2, 3, 4, 5
 
 
@@ -87,7 +88,7 @@ def recall(rng, T, noise=0.0):
     pairs = T // 2
     keys, value_of = rng.integers(0, 8, pairs), rng.integers(8, 16, 8)
     noisy = rng.random(pairs) < noise
-    noisy[[rng.integers(pairs - 1), -1]] = False    # the last pair, and one it can ask for
+    noisy[[rng.integers(pairs - 1), -1]] = False    # the last pair, and a pair it can ask for
     keys[-1] = rng.choice(np.unique(keys[:-1][~noisy[:-1]]))
     tokens = np.stack([keys, value_of[keys]], 1)    # (pairs, 2)
     tokens[noisy] = rng.integers(16, 32, (noisy.sum(), 2))
@@ -166,8 +167,8 @@ def needles(rng, T, pairs=8):
 
 @cache
 def compositions(n):
-    """Return a table. Its entry [s][p] is the number of the permutation of n elements that does s,
-    then p."""
+    """Return a table, whose entry [s][p] is the number of the permutation of n elements that
+    applies s and then p."""
     permutations = list(itertools.permutations(range(n)))
     number = {p: i for i, p in enumerate(permutations)}
     return [[number[tuple(p[x] for x in s)] for p in permutations] for s in permutations]
@@ -221,7 +222,8 @@ class TaskData:
 
     @cached_property
     def examples(self):
-        """Return all inputs and targets, (count, T) each. The first use makes them, in seconds."""
+        """All inputs and targets, (count, T) each. They are made when they are first used, which
+        takes seconds."""
         seeds = ([self.seed, i, self.split] for i in range(self.count))
         return stack(self.example(np.random.default_rng(seed)) for seed in seeds)
 
@@ -231,7 +233,7 @@ def stack(examples):
 
 
 class TaskBatches:
-    """Micro-batches of a task: the methods are those of TextBatches, and examples stand in the
+    """The micro-batches of a task. The methods are those of TextBatches, and examples stand in the
     place of windows."""
 
     def __init__(self, cfg, block_size):
@@ -242,11 +244,11 @@ class TaskBatches:
             raise UserError(f"dataset={cfg.dataset} is unknown: the tasks are {known}")
         if block_size < task.shortest or task.even and block_size % 2:
             raise UserError(f"block_size={block_size} is impossible for dataset={cfg.dataset}: it "
-                            f"must be {'an even number, ' * task.even}{task.shortest} or more")
+                            f"must be {'an even number, ' * task.even}{task.shortest} or larger")
         count = cfg.task_examples or task.examples
         if max(count, VAL_EXAMPLES) * block_size > 1 << 27:
-            raise UserError(f"task_examples={count} of block_size={block_size} are too many to "
-                            f"hold in memory")
+            raise UserError(f"{count} examples of block_size={block_size} are too many to hold in "
+                            f"memory: task_examples= sets their number")
         self.seed, self.rows = cfg.seed, cfg.batch_size
         self.accumulation = cfg.gradient_accumulation_steps
         self.train = TaskData(task, block_size, cfg.seed, TRAIN, count)
@@ -258,7 +260,8 @@ class TaskBatches:
         return spread(np.arange(VAL_EXAMPLES), self.rows, limit)
 
     def micro_batch(self, step, index):
-        """Return micro-batch `index` (over all processes) of the update after `step`."""
+        """Return micro-batch `index` of the update after `step` steps. `index` counts over all
+        processes."""
         if self.train.count:
             return self.cut(self.train, draw(self.seed, step, self.train.count, self.rows, index,
                                              self.accumulation))
@@ -271,8 +274,8 @@ class TaskBatches:
 
 
 def count_right(logits, targets):
-    """Return two scalar tensors: how many scored targets (not -1) are the likeliest token, and in
-    how many rows all are. logits (B, T, V), targets (B, T)."""
+    """Return two scalar tensors: how many scored targets (not -1) are the model's likeliest token,
+    and in how many rows all scored targets are. logits (B, T, V), targets (B, T)."""
     targets = targets.to(logits.device)
     masked, right = targets == -1, logits.argmax(-1) == targets
     return right.sum(), (right | masked).all(1).sum()
