@@ -1,6 +1,6 @@
 """
-Continue prompts by a trained model. One decoding loop serves all models, because it only calls
-their forward pass with a cache.
+This program continues prompts with a trained model. One decoding loop serves all models, because it
+only calls their forward pass with a cache.
 
     python sample.py out/gpt_tiny                           500 tokens, printed as they come
     python sample.py out/gpt_tiny prompt="def main(" temperature=0.7 top_p=0.95
@@ -10,7 +10,7 @@ their forward pass with a cache.
     python sample.py out/recall prompt="3 9 1"              token ids of a task (common/tasks.py)
     python sample.py help                                   every option with its meaning
 
-The checkpoint names its own model and tokenizer. Text goes to stdout, everything else to stderr.
+The checkpoint names its own model and tokenizer. Text goes to stdout, and all else to stderr.
 """
 import sys
 import time
@@ -31,7 +31,7 @@ class Decoding(Options):
     """The options of every command that decodes."""
     device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
     dtype: str = choice("auto", "float32", "bfloat16")  # weights, cache; auto: bfloat16 on cuda
-    fast: bool = True               # false: naive code, if decoding has it; only rounding differs
+    fast: bool = True               # false: naive code where decoding has it; only rounding differs
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Sampling(Decoding):
     max_new_tokens: int = 500       # tokens to write after a prompt
     temperature: float = 0.8        # 0: the likeliest token; 1: the model's distribution
     top_k: int = 0                  # sample among the k likeliest tokens (0: all)
-    top_p: float = 1.0              # sample among the fewest likeliest that reach this probability
+    top_p: float = 1.0              # sample among the fewest tokens that have this probability
     stop: bool = True               # end at the end-of-text token
-    seed: int = 1337                # of the sampling
+    seed: int = 1337                # of the random numbers of sampling
 
     def __post_init__(self):
         self.between(max_new_tokens=(1, 1 << 20), temperature=(0, None), top_k=(0, None),
@@ -51,7 +51,7 @@ class Sampling(Decoding):
 
 @dataclass
 class SampleConfig(Sampling):
-    prompt: str = ""        # text; FILE:PATH a file's; LINES:PATH one a line (default: the run's)
+    prompt: str = ""        # a text, FILE:PATH or LINES:PATH (default: the run's sample_prompt)
     num_samples: int = 1    # samples of each prompt, all in one batch
     prefill: str = choice("", "exact", "interleaved")   # of lrt (default: the run's own)
 
@@ -87,8 +87,8 @@ def check_prompts(prompts, vocab_size):
 # choose a token by decoding.next_tokens.
 
 def prefill(model, cache, rows):
-    """Empty the cache, and run the last tokens of each row, as many as the cache may hold, in one
-    forward pass. Return the logits after each row's last token, (B, V)."""
+    """Empty the cache and feed it the rows in one forward pass. A row that is longer than the cache
+    is cropped to its last tokens. Return the logits after each row's last token, (B, V)."""
     cache.reset()
     rows = [row[-cache.max_len:] for row in rows]
     lengths = [len(row) for row in rows]
@@ -106,7 +106,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
     """Continue prompts, which are lists of token ids of any lengths, as one batch.
 
     Each step yields a list of each row's new token, which is None for a row that has ended with
-    eot. As an example, the prompts are [5, 6, 7] and [8]. a, b, c and d are new tokens, and the
+    eot. In this example the prompts are [5, 6, 7] and [8]. a, b, c and d are new tokens, and the
     second row ends after b. The model then reads:
 
         forward     idx              n_valid                                yields
@@ -121,7 +121,7 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
     cache is full again.
 
     Sampling draws from a generator of its own, so that it leaves torch's global generator as it is.
-    vocab_size is the tokenizer's. A model's vocabulary may be padded by ids beyond it. These stand
+    vocab_size is the tokenizer's. A model's vocabulary may be padded by further ids, which stand
     for nothing and are never chosen.
     """
     check_prompts(prompts, model.cfg.vocab_size)
@@ -152,8 +152,8 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
         for row, i in zip(rows, new):
             row.extend([i] * (i is not None))
         if any(on and h >= cache.max_len for on, h in zip(live, held)):
-            # A full row keeps its last `kept` tokens. Any other row keeps all that it has, and its
-            # new token if it goes on. on is True or False and counts as 1 or 0.
+            # A full row keeps its last `kept` tokens. Any other row keeps all its tokens, and its
+            # new token if it goes on. `on` is True or False and counts as 1 or 0.
             held = [kept if h >= cache.max_len else h + on for h, on in zip(held, live)]
             logits = prefill(model, cache, [row[-size:] for row, size in zip(rows, held)])
             ids = choose(logits[:, None])
@@ -176,7 +176,8 @@ def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
 # ---- the command line ----
 
 def read_prompts(text):
-    """Return the prompts that a prompt= argument names."""
+    """Return the prompts that prompt= names: a text, the text of FILE:PATH, or the lines of
+    LINES:PATH that are not blank."""
     kind, _, path = text.partition(":")
     if kind not in ("FILE", "LINES"):
         return [text]
@@ -193,8 +194,8 @@ def write_stream(steps, tokenizer, prompts):
     of an unfinished character wait for the rest of it. Return how many tokens came."""
     prompt = tokenizer.decode(prompts[0])
     tokens = (token for (token,) in steps if token is not None)
-    # tokenizer.stream yields one text more than there are tokens. So count, which starts at 0, ends
-    # as the number of tokens.
+    # tokenizer.stream yields one text more than there are tokens, so that count, which starts at 0,
+    # ends as the number of tokens.
     for count, text in enumerate(tokenizer.stream(tokens)):
         print(text if count else prompt + text, end="", flush=True)
     print()
