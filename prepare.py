@@ -1,15 +1,16 @@
 """
-Text -> token files: one folder data/<name>/ with train.bin, val.bin and meta.json.
+This program turns text into token files. A data set is a folder data/<name>/ with train.bin,
+val.bin and meta.json.
 
     python prepare.py                                # the standard library's source, as bytes
     python prepare.py dataset=file:book.txt tokenizer=char
     python prepare.py 'dataset=file:notes/*.md' tokenizer=bpe:2048 name=notes
-    python prepare.py dataset=hf:HuggingFaceFW/fineweb-edu:sample-10BT tokenizer=gpt2 \
+    python prepare.py dataset=hf:HuggingFaceFW/fineweb-edu:sample-10BT tokenizer=gpt2 \\
         max_tokens=1_000_000_000
 
 dataset    python            *.py of the interpreter's standard library, without its tests
-           packages          *.py and *.md of pinned packages, others of them for validation
-           packages-tune     the same train text; its val text is to choose learning rates by
+           packages          *.py and *.md of pinned packages; val is the text of other packages
+           packages-tune     the same train text, and a val text to choose learning rates by
            file:PATH         a text file, a glob, or the text and code below a folder
            shakespeare       tinyshakespeare (a download of 1 MB)
            hf:NAME[:config]  a data set of the Hugging Face hub (streamed)
@@ -21,20 +22,21 @@ tokenizer  byte              256 byte values; vocabulary 257
            hf:PATH_OR_NAME   a Hugging Face model's BPE: a folder with tokenizer.json, or a hub name
 
 A row of a table is a document, and so is a text file. A document goes to val if its SHA-256 is
-below val_fraction, so it stays in its split when others come or go. Where that would leave a split
-empty, as it does with a single document, the end of each document goes to val. End-of-text follows
-every document but a single one. The tables of a folder are those of split= if the names of all of
-them tell a split, and else all tables of the folder. Files of other kinds are named and not read.
-Documents that are not UTF-8 text are skipped and counted.
+below val_fraction, so that it stays in its split when others come or go. Where that would leave a
+split empty, as it does with a single document, the end of each document goes to val. End-of-text
+follows every document, but not a single one. If the names of all tables in a folder tell a split,
+the tables of split= are read, and else all tables are. A note names the files of other kinds, which
+are not read. Documents that are not UTF-8 text are skipped and counted.
 
 dataset=packages has the same bytes on every machine, because its packages are pinned and the text
 of each is checked by its SHA-256. Identical files are read once. The validation text is that of
 whole packages, and it lacks the tokens that stand in a stretch of 64 tokens that occurs in train.
 
-A document must fit in memory, a stream need not. The same source and settings give the same
-tokens. A data set is made beside its place and renamed, so that a call that fails or is stopped
-leaves nothing behind; the next call removes what a killed one left. meta.json records size, date
-and content of the local files that were read, and train.py tells where they have changed.
+A document must fit in memory, but a stream of documents need not. The same source and settings give
+the same tokens. A data set is made beside its place and then renamed, so that a call that fails or
+is stopped leaves nothing behind. The next call removes what a killed call left. meta.json records
+size, date and a hash of the local files that were read, and train.py tells whether they have
+changed.
 """
 import contextlib
 import glob
@@ -79,9 +81,9 @@ class PrepareConfig:
     data_dir: str = "data"  # where the data set's folder is made
     name: str = ""  # name of that folder, if not <dataset>-<tokenizer>
     val_fraction: float = 0.1  # fraction of the documents that is kept for validation
-    text_column: str = "text"  # column of hf:
-    split: str = "train"  # split of a Hugging Face data set that is read
-    max_tokens: int = 0  # stop at so many tokens, train and val together (0: all)
+    text_column: str = "text"  # the column of hf: that holds the text
+    split: str = "train"  # the split of hf: that is read
+    max_tokens: int = 0  # stop at so many tokens of train and val together (0: all)
     overwrite: bool = False  # replace a data set that is already there
 
 
@@ -92,14 +94,14 @@ TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp"
 # Tests are a third of the standard library, and Debian's python3 lacks them.
 NO_TEXT = "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"
 TABLE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.(gz|bz2|xz|zst))?$", re.I)
-# The library `datasets` finds a table's split by these words in its path.
+# Each split is known by these words in a table's path, as in the library `datasets`.
 SPLITS = {"train": "train|training", "validation": "validation|valid|dev|val",
           "test": "test|testing|eval|evaluation"}
 
 
 def source_files(dataset, split):
-    """Return the local files that a data set is made from, and files beside them that are not
-    read, both sorted. Both are empty for data sets of a network."""
+    """Return the local files that a data set is made from, and the files beside them that are not
+    read, each list sorted. Both are empty for a data set from the network."""
     kind, _, path = dataset.partition(":")
     path = os.path.expanduser(path)
     if dataset == "python":
@@ -110,8 +112,9 @@ def source_files(dataset, split):
 
 
 def text_files(path, endings=TEXT, skip=("__pycache__",)):
-    """Return the files of a path: itself, a glob's, or those below a folder that have one of the
-    endings. Then come the others. UserError for a table."""
+    """Return two lists, the files of a path that are read and the others. A file itself and all
+    files of a glob are read, and below a folder those that have one of the endings. UserError if
+    there is none, or for a table."""
     folder = os.path.isdir(path)
     found = list(files_below(path, skip)) if folder else glob.glob(path, recursive=True)
     found = [path] if os.path.isfile(path) else found
@@ -125,8 +128,8 @@ def text_files(path, endings=TEXT, skip=("__pycache__",)):
 
 
 def files_below(folder, skip=(), above=()):
-    """Yield all files below a folder that are not hidden. Linked folders are read as well, but for
-    a link to a folder above it."""
+    """Yield all files below a folder that are not hidden. Linked folders are read as well, unless
+    the link leads to a folder above itself."""
     real = os.path.realpath(folder)
     for entry in os.scandir(folder) if real not in above else ():
         if entry.is_dir() and entry.name[0] != "." and entry.name not in skip:
@@ -136,8 +139,8 @@ def files_below(folder, skip=(), above=()):
 
 
 def table_files(path, split):
-    """Return the tables of a path that are read, and the files of a folder that are not. The tables
-    are those of a split if each table has one, and else all."""
+    """Return the tables of a path that are read, and the other files of a folder. If each table has
+    a split, the tables of `split` are read, and else all tables are."""
     files = sorted(files_below(path)) if os.path.isdir(path) else [path]
     tables = list(filter(TABLE.search, files))
     splits = card_splits(path) or {f: split_of(os.path.relpath(f, path)) for f in tables}
@@ -157,12 +160,13 @@ def card_splits(folder):
     try:
         splits = need("datasets").load_dataset_builder(folder).config.data_files
         return {os.path.realpath(f): split for split, files in splits.items() for f in files}
-    except Exception as e:  # of the library
+    except Exception as e:  # the library has errors of many kinds
         raise UserError(f"cannot read {card}: {type(e).__name__}: {first_line(e)}") from None
 
 
 def split_of(path):
-    """Return the split that the path of a table tells, folders first, or None if it tells none."""
+    """Return the split that the path of a table tells, or None if it tells none. The first part of
+    the path that tells a split decides."""
     if shard := re.fullmatch(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*", path):
         return shard[1]
     return next((split for part in Path(path).parts for split, words in SPLITS.items()
@@ -176,7 +180,8 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
 
 
 def documents(cfg, files):
-    """Yield the texts of a data set, in a fixed order. A column may hold other things too."""
+    """Yield the texts of a data set, in a fixed order. A table's column may hold things that are no
+    text, and Corpus skips them."""
     if cfg.dataset.startswith("hf:") and cfg.dataset != "hf:":
         yield from rows(cfg, files)
     elif cfg.dataset == "shakespeare":
@@ -194,7 +199,7 @@ def download(url) -> str:
     try:
         with urllib.request.urlopen(url, timeout=30) as reply:
             return reply.read().decode("utf-8")
-    except Exception as e:  # of the network, HTTP or UTF-8
+    except Exception as e:  # the network, HTTP or UTF-8 has failed
         raise UserError(f"cannot download {url} ({first_line(e)}): save the text and use "
                         "dataset=file:PATH") from None
 
@@ -203,22 +208,22 @@ def rows(cfg, files):
     """Yield the text column of tables, row by row."""
     try:
         for builder, split in builders(cfg, files):
-            if builder.name == "csv":   # so that all cells are text, also numbers, "null", "NA"
+            if builder.name == "csv":   # all cells are text, also numbers, "null" and "NA"
                 builder.config.na_filter = False
                 builder.config.converters = {cfg.text_column: str}
             for row in builder.as_streaming_dataset(split).select_columns([cfg.text_column]):
                 yield row[cfg.text_column]
-    except Exception as e:  # of the library, the hub or the network
+    except Exception as e:  # the library, the hub or the network has failed
         raise UserError(f"cannot read {cfg.dataset} (text_column={cfg.text_column}): "
                         f"{type(e).__name__}: {first_line(e)}") from None
 
 
 def builders(cfg, files):
-    """Yield a builder of the library and its split, for the files of each format, or for a data set
-    of the hub. The library makes its own sense of other names: it would read any file below the
-    working directory as `text`."""
+    """Yield a builder of the library `datasets` and its split, for the files of each format, or for
+    a data set of the hub. Other names are refused, because the library guesses what they mean: with
+    the name `text`, it would read any file below the working directory."""
     datasets = need("datasets")
-    for library in "huggingface_hub", "datasets":  # `rows` tells once what fails
+    for library in "huggingface_hub", "datasets":  # the error of `rows` tells what fails
         logging.getLogger(library).setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
     endings = [TABLE.search(f)[1].lower() for f in files]
@@ -236,9 +241,10 @@ def builders(cfg, files):
 
 # ---- packages ----
 
-# Each package of dataset=packages has its pin of tests/requirements.txt, its part, and the first
-# digits of its text's SHA-256. The wheels of Linux, macOS and Windows, for a CPU or CUDA, hold the
-# same text but for line ends and the files in SKIPPED. A new pin makes another text and SHA-256.
+# Each package of dataset=packages has the pin of tests/requirements.txt, the part that its text
+# belongs to, and the first digits of its text's SHA-256. The wheels of Linux, macOS and Windows,
+# for a CPU or CUDA, hold the same text but for line ends and the files in SKIPPED. A new pin has
+# another text and another SHA-256.
 # transformers and openai are not in the table, because half of their text repeats the other half.
 PACKAGES = {
     "torch==2.13.0": ("train", "398f7ad30a2c75a9"),
@@ -258,8 +264,8 @@ SKIPPED = ("torch/version.py",)  # it names the build
 
 
 def package_text(package) -> list:
-    """Return the texts of a pinned package's files, each once and sorted. UserError if the package
-    is missing, or if it is not as its wheel has it."""
+    """Return the texts of a pinned package's files, sorted, each text once. UserError if the
+    package is missing, has another version, or has other text than its wheel."""
     name, _, version = package.partition("==")
     there, texts = "not installed", []
     with contextlib.suppress(PackageNotFoundError, OSError, UnicodeDecodeError):
@@ -281,10 +287,11 @@ def package_text(package) -> list:
 # ---- splits ----
 
 class Corpus:
-    """The documents of a source in a fixed order, and how they are split."""
+    """A Corpus has the documents of a source in a fixed order, and splits them."""
 
     def __init__(self, texts, fraction):
-        """A call of texts() begins a new pass over the documents' texts."""
+        """A call of texts() begins a new pass over the documents' texts. `fraction` of them goes
+        to val."""
         self.texts, self.fraction = texts, fraction
         self.edge = int(fraction * 2**64).to_bytes(8, "big")
         self.count, splits = 0, set()
@@ -295,8 +302,8 @@ class Corpus:
         self.cut = len(splits) < 2      # a split would be empty
 
     def __iter__(self):
-        """Yield the text of each document that is not empty. Documents that are no text are
-        counted: a number, or half of a surrogate pair, as JSON can write it."""
+        """Yield the text of each document that is not empty. Documents that are no text are skipped
+        and counted, such as a number, or half of a surrogate pair, which JSON can write."""
         self.skipped = 0
         for text in self.texts():
             if not isinstance(text, str) or SURROGATE.search(text):
@@ -310,14 +317,16 @@ class Corpus:
         return "val" if hashlib.sha256(text.encode()).digest() < self.edge else "train"
 
     def parts(self):
-        """Yield (split, text) for each document, or for both parts of one that is cut."""
+        """Yield (split, text) for each document, or for both parts of each if documents are
+        cut."""
         for text in self:
             end = max(0, len(text) - max(2, round(len(text) * self.fraction)))
             both = ("train", text[:end]), ("val", text[end:])
             yield from filter(itemgetter(1), both if self.cut else [(self.split(text), text)])
 
     def slices(self):
-        """Yield (split, slice of a text, whether it is its first, whether end-of-text follows)."""
+        """Yield (split, slice, first, ends) for each slice of a text. `first` says whether it is
+        the text's first slice, and `ends` whether end-of-text follows it."""
         for split, text in self.parts():
             *others, last = slices(text)
             for n, part in enumerate([*others, last]):
@@ -334,12 +343,12 @@ class Corpus:
 
 
 class Packages(Corpus):
-    """The documents of dataset=packages. Its splits are whole packages. The documents are in the
-    order of their SHA-256, so that max_tokens takes some of every package."""
+    """The documents of dataset=packages, or of packages-tune. A split is whole packages. The
+    documents are in the order of their SHA-256, so that max_tokens takes some of every package."""
 
     def __init__(self, dataset):
         self.of = {}
-        for package, (part, _) in PACKAGES.items():  # train comes first and keeps what both have
+        for package, (part, _) in PACKAGES.items():  # train comes first and keeps a text of both
             if part in ("train", HELD_OUT[dataset]):
                 for text in package_text(package):
                     self.of.setdefault(text, "train" if part == "train" else "val")
@@ -359,7 +368,7 @@ def build_tokenizer(cfg, corpus):
     if kind == "gpt2":
         return gpt2_tokenizer()
     if kind == "hf":
-        from common.huggingface import hf_tokenizer     # here, because it imports torch, in seconds
+        from common.huggingface import hf_tokenizer     # here, because torch takes seconds to load
         return hf_tokenizer(rest)
     if kind == "bpe":
         return train_bpe(int(rest), corpus.sample(["train"], SAMPLE_BYTES))
@@ -368,9 +377,9 @@ def build_tokenizer(cfg, corpus):
 
 
 def encode(corpus, tokenizer, dtype, files, room) -> Counter:
-    """Encode every document on all cores, and write it to the file of its split, at most
-    room[split] tokens. Return the bytes of text that the tokens of each split stand for. UserError
-    if a text does not come back from its tokens."""
+    """Encode every document on all cores, and write its tokens to the file of its split. A file
+    gets at most room[split] tokens. Return how many bytes of text the tokens of each split stand
+    for. UserError if a text does not come back from its tokens."""
     def encoded(piece):
         _, text, first, ends = piece
         ids = tokenizer.encode_slice(text, first)
@@ -391,8 +400,9 @@ def encode(corpus, tokenizer, dtype, files, room) -> Counter:
 
 
 def leave_out_repeated(paths, dtype, tokenizer):
-    """Take the tokens out of the validation file that stand in 64 tokens in a row that occur in
-    train. Return their number, and the bytes of text of the others."""
+    """Remove from the validation file each token that stands in a stretch of 64 tokens that occurs
+    in train. Return how many tokens are removed, and how many bytes of text the others stand
+    for."""
     val = np.fromfile(paths["val"], dtype)
     found = repeated(val, np.memmap(paths["train"], dtype, mode="r"))
     kept = val[~found]
@@ -440,9 +450,10 @@ def settings(cfg) -> dict:
 
 
 def fingerprint(files) -> dict:
-    """Return what tells local files from others: their size, latest date and content, and a hash of
-    where they are, because meta.json is not to tell the paths of a machine. Large files are not
-    read at each start of a run: their sizes and dates stand for their content."""
+    """Return what tells local files from others: their size, their latest date, a hash of their
+    content, and a hash of their path, because meta.json is to name no path of a machine. If the
+    files are large, their sizes and dates stand for their content, because they are not to be read
+    at each start of a run."""
     if not files:
         return {}
     sizes, dates = zip(*((stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, files)))
@@ -454,8 +465,8 @@ def fingerprint(files) -> dict:
 
 
 def tell_changes(folder, meta):
-    """Print a note if the local files that a data set was made from are others now. Nothing is
-    said about files that are gone."""
+    """Print a note if the local files that a data set was made from have changed. Files that are
+    gone cause no note."""
     source, dataset = meta.get("source"), str(meta.get("dataset"))
     with contextlib.suppress(UserError, OSError):
         now = fingerprint(source_files(dataset, meta.get("split"))[0])
@@ -468,8 +479,8 @@ def tell_changes(folder, meta):
 # ---- all or nothing ----
 
 def prepare(cfg) -> Path:
-    """Make the data set and return its folder. A complete one of the same settings is left as it
-    is. UserError for bad input, no network or no space."""
+    """Make the data set and return its folder. If the data set exists, with the same settings, it
+    is left as it is. UserError for bad input, no network or no space."""
     check_settings(cfg)
     name = check_name(cfg.name or folder_name(cfg))
     folder = Path(cfg.data_dir).expanduser() / name
@@ -495,13 +506,14 @@ def check_settings(cfg):
         raise UserError(f"unknown tokenizer {cfg.tokenizer!r:.60}: the tokenizers are byte, char, "
                         "bpe:SIZE, gpt2, hf:PATH_OR_NAME")
     if not 0 < cfg.val_fraction < 1:
-        raise UserError(f"val_fraction must be above 0 and below 1, got {cfg.val_fraction}")
+        raise UserError(f"val_fraction must be above 0 and below 1, and not {cfg.val_fraction}")
     if cfg.max_tokens < 0 or 0 < cfg.max_tokens < 4:
-        raise UserError(f"max_tokens must be 0 (all) or at least 4, got {cfg.max_tokens}")
+        raise UserError(f"max_tokens must be 0 (all) or at least 4, and not {cfg.max_tokens}")
 
 
 def already_there(folder, cfg) -> bool:
-    """Return whether this very data set exists. UserError if something else has its place."""
+    """Return whether the data set of cfg exists and is to stay. UserError if the folder holds
+    something else."""
     if not folder.exists():
         return False
     names = set(os.listdir(folder))     # overwrite=true would delete them
@@ -522,8 +534,9 @@ def already_there(folder, cfg) -> bool:
 
 
 def make_folder(folder, cfg) -> dict:
-    """Write the data set into a temporary folder beside its place, then rename it. Return the meta.
-    The temporary folder is locked as long as this process lives."""
+    """Write the data set into a temporary folder beside its place, and then rename it. Return the
+    meta. The temporary folder is locked, so that no other call takes it for that of a killed
+    one."""
     there = next(parent for parent in folder.parents if parent.exists())
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=there))
     try:
@@ -549,8 +562,8 @@ def clear_killed(folder):
 
 
 def clear(temporary, folder):
-    """Remove a temporary folder. An old data set that is in it goes back to its place if no new one
-    has taken it."""
+    """Remove a temporary folder. If it holds an old data set whose place is still empty, the old
+    data set goes back there."""
     if (temporary / "old").exists() and not folder.exists():
         os.rename(temporary / "old", folder)
     shutil.rmtree(temporary)
