@@ -2,27 +2,27 @@
 Evaluation of a trained model. It tells the loss by position and by context length, or the scores in
 the tasks of lm-evaluation-harness (the package lm_eval).
 
-    python -m lab.eval out/gpt_tiny/best.pt               all of its validation text
+    python -m lab.eval out/gpt_tiny/best.pt               all validation text of the run
     python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
     python -m lab.eval out/mor_tiny exit_loop=2           at most 2 recursions
-    python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks may run code of their own
-    python -m lab.eval out/rt_tiny tasks=rt               a paper's: rt, relaxed, mor, rat
+    python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks, which may run code of their own
+    python -m lab.eval out/rt_tiny tasks=rt               a paper's tasks: rt, relaxed, mor or rat
     python -m lab.eval help                               every option with its meaning
 
-It prints one JSON object.
+The result is printed as one JSON object.
 
-All losses are those of decoding: lrt computes its exact chain, mor routes without later
-tokens. The text is cut into windows of the longest of `lengths`; what does not fill one is
-left out. For shorter lengths the same windows are cut into pieces, so all lengths predict the
-same tokens.
+All losses are those of decoding: lrt computes its exact chain, and mor routes a token without
+looking at later ones. The text is cut into windows of the longest of `lengths`, and a rest that
+does not fill a window is left out. For shorter lengths the same windows are cut into pieces, so
+that all lengths predict the same tokens.
 
 `overlap` is the fraction of the validation tokens that stand in a stretch of 64 tokens that also
 occurs in the train text of the same data set. `clean` has the losses on the windows without such
-tokens; its bits per byte are those of these windows' own bytes.
+tokens. Its bits per byte count these windows' own bytes.
 
-gold_ce of a task with choices: the cross-entropy of the right answer, that is, minus its
-log-likelihood after the question, in nats. prefill=interleaved scores lrt by its training
-estimate of the memories: about ten times as fast as the exact chain, and not equal to it.
+A task with choices has gold_ce, the cross-entropy of the right answer in nats. It is minus the
+log-likelihood of the answer after the question. prefill=interleaved scores lrt by its training
+estimate of the memories, which is about ten times as fast as the exact chain, and not equal to it.
 """
 import copy
 import json
@@ -47,16 +47,16 @@ from sample import check_finite
 
 @dataclass
 class EvalConfig(Options):
-    lengths: str = "1"       # contexts in units of the trained length: 1,2,4
-    batches: int = 0         # batches, spread evenly over the text (0: all of it)
-    batch_size: int = 1      # sequences of the trained length in one (default: the run's)
-    dataset: str = ""        # of the run's tokenizer (default: the run's)
-    data_dir: str = ""       # where it is (default: the run's)
+    lengths: str = "1"       # context lengths in units of the trained length, such as 1,2,4
+    batches: int = 0         # number of batches, spread evenly over the text (0: all of the text)
+    batch_size: int = 1      # sequences of the trained length in a batch (default: the run's)
+    dataset: str = ""        # a data set with the run's tokenizer (default: the run's)
+    data_dir: str = ""       # where that data set is (default: the run's)
     block_size: int = 0      # the longest context of the model (default: the run's)
     exit_loop: int = 0       # relaxed, mor: the most loops (default: the run's)
     device: str = "auto"     # auto | cpu | mps | cuda | cuda:N
-    tasks: str = ""          # in place of a text: of lm_eval, commas between, or a set
-    prefill: str = choice("", "exact", "interleaved")   # lrt, tasks (default: exact)
+    tasks: str = ""          # in place of a text: tasks of lm_eval (with commas), or a paper's
+    prefill: str = choice("", "exact", "interleaved")   # of lrt in tasks (default: exact)
     num_fewshot: int = -1    # solved examples before a question (-1: as the task says)
     limit: int = 0           # examples of each task (0: all)
     include_path: str = ""   # folder of the tasks' YAML files (default: lm_eval's own)
@@ -65,19 +65,19 @@ class EvalConfig(Options):
         self.between(batches=(0, None), batch_size=(1, None), num_fewshot=(-1, None),
                      limit=(0, None))
         if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", self.lengths):
-            raise ValueError(f"lengths={self.lengths:.60} must be whole numbers: 1,2,4")
+            raise ValueError(f"lengths={self.lengths:.60} must be whole numbers: 1,2,4 is allowed")
         self.units = sorted({int(k) for k in self.lengths.split(",")})
         if any(self.units[-1] % k for k in self.units):
-            raise ValueError(f"lengths={self.lengths:.60}: each must divide the longest")
+            raise ValueError(f"lengths={self.lengths:.60}: each must divide the longest one")
 
 
 # ---- losses of a text ----
 
 @torch.no_grad()
 def losses(model, batches, windows, length, units):
-    """Return for each k of units the mean cross-entropy at each position, {k: (k length,)}, and
-    the nats of each window in all, {k: (windows,)}, both float64. The windows have the longest of
-    these lengths, and `length` is the trained one."""
+    """Return for each context of k * length tokens, k of `units`, two float64 tensors: the mean
+    cross-entropy at each position, {k: (k length,)}, and the sum of each window's cross-entropies,
+    {k: (windows,)}. `length` is the trained one, and a window has the longest context."""
     device = model.wte.weight.device
     sums = {k: torch.zeros(k * length, dtype=torch.float64) for k in units}
     totals = {k: [] for k in units}
@@ -92,13 +92,14 @@ def losses(model, batches, windows, length, units):
             sums[k] += nats.view_as(idx).sum(0)
             totals[k].append(nats.view_as(x).sum(1))
     rows = sum(map(len, windows))
-    means = {k: sums[k] * k / units[-1] / rows for k in units}  # pieces of a window
+    means = {k: sums[k] * k / units[-1] / rows for k in units}  # a window has units[-1] / k pieces
     return means, {k: torch.cat(totals[k]) for k in units}
 
 
 def clean_losses(totals, starts, longest, data):
     """Return the fraction of the validation tokens that are repeated from train, and the losses of
-    the windows without one: {k: {ce, bpb, tokens}}, empty if each window has one."""
+    the windows without such tokens, {k: {ce, bpb, tokens}}. The latter is empty if there is no such
+    window."""
     val = data["val"]
     found = repeated(val.mapped(), data["train"].mapped())
     clean = [n for n, start in enumerate(starts) if not found[start:start + longest + 1].any()]
@@ -111,7 +112,7 @@ def clean_losses(totals, starts, longest, data):
 
 
 def by_position(nats):
-    """Means over positions 0-15, 16-31, 32-63, ...: {"0-15": nats}."""
+    """Return the means over positions 0-15, 16-31, 32-63 and so on, {"0-15": nats}."""
     n = len(nats)
     edges = [0, *(2 ** i for i in range(4, n.bit_length()) if 2 ** i < n), n]
     return {f"{a}-{b - 1}": float(nats[a:b].mean()) for a, b in zip(edges, edges[1:])}
@@ -119,7 +120,7 @@ def by_position(nats):
 
 @torch.no_grad()
 def agreement(model, inputs):
-    """How often the likeliest token after exit_loop loops is that after all loops."""
+    """Return how often the likeliest token after exit_loop loops is that after all loops."""
     whole = copy.copy(model)
     whole.cfg = replace(model.cfg, exit_loop=0)
     same = [model(x)[0].argmax(-1) == whole(x)[0].argmax(-1) for x in inputs]  # (B, T) each
@@ -128,8 +129,9 @@ def agreement(model, inputs):
 
 @torch.no_grad()
 def router_scores(model, inputs):
-    """Of MoR's expert choice: how sigmoid(s) of the tokens that could take a recursion spreads
-    over the tenths from 0 to 1 (those of 0.5 and more take it), {recursion: fractions}."""
+    """Return for each recursion of MoR's expert choice how the scores sigmoid(s) of the tokens that
+    could take it spread over the tenths from 0 to 1, {recursion: fractions}. The tokens with 0.5
+    and more take it."""
     found = [model.states(x, top_k=False)[2] for x in inputs]
     spread = {}
     for r in range(1, model.loops_to_run):
@@ -141,7 +143,7 @@ def router_scores(model, inputs):
 
 def evaluate_text(model, run, cfg, ckpt):
     """Return what the JSON object says of a text."""
-    length, limit = ckpt["model_config"]["block_size"], model.context_limit  # as trained
+    length, limit = ckpt["model_config"]["block_size"], model.context_limit  # length: as trained
     longest = cfg.units[-1] * length
     if limit and longest > limit:
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
@@ -160,7 +162,7 @@ def evaluate_text(model, run, cfg, ckpt):
     for k, values in clean.items():
         found[k]["clean"] = values
     result = {**found[str(cfg.units[0])], "tokens": tokens, "overlap": overlap, "lengths": found}
-    some = windows[::math.ceil(len(windows) / 50)]  # 50 batches at most, from all the text
+    some = windows[::math.ceil(len(windows) / 50)]  # at most 50 batches, from all of the text
     inputs = [batches.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
@@ -171,7 +173,7 @@ def evaluate_text(model, run, cfg, ckpt):
 
 # ---- the tasks of lm_eval ----
 
-# The tasks in each paper's tables. MoR scores MMLU by continuations.
+# These are the tasks in each paper's tables. MoR scores MMLU by continuations.
 COMMON = "hellaswag,piqa,winogrande,arc_easy"
 TASK_SETS = {
     "rt": f"{COMMON},openbookqa,sciq",
@@ -184,15 +186,16 @@ class HarnessModel:
     """A model as lm_eval asks for it. lm_eval's class LM is the second base, see evaluate_tasks."""
 
     def __init__(self, model, tokenizer, batch_size, cached=False):
-        """cached: through a cache, as a prompt is prefilled."""
+        """With `cached`, a sequence goes through a cache, as a prompt does when it is prefilled."""
         super().__init__()
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.cached = cached
 
     def encode(self, context, answer):
-        """Token ids of both sides, encoded as one text. Where a token would cross the join, each
-        side is encoded by itself, the answer as a text that goes on. Blanks at the context's end
-        are the answer's, as lm_eval has it. An empty context is end-of-text."""
+        """Return the token ids of both sides, which are encoded as one text. Where a token would
+        cross the join, each side is encoded by itself, and the answer as a text that goes on.
+        Blanks at the context's end belong to the answer, as in lm_eval. An empty context becomes
+        end-of-text."""
         start = context.rstrip()
         before, both = (self.tokenizer.encode(text) for text in (start, context + answer))
         if both[:len(before)] != before:
@@ -205,19 +208,19 @@ class HarnessModel:
 
     @torch.no_grad()
     def scores(self, pairs):
-        """(context, answer) pairs of token ids -> each answer's log-likelihood, and whether
-        it is the greedy one."""
+        """Return for each pair (context, answer) of token ids the answer's log-likelihood, and
+        whether greedy decoding would give the answer."""
         limit, device = self.model.context_limit, self.model.wte.weight.device
         longest = max((len(answer) for _, answer in pairs), default=0)
         if limit and longest > limit:
             raise UserError(f"a task has an answer of {longest} tokens: the model reads {limit} "
                             f"(block_size)")
-        # a row that is too long loses its first tokens (without a limit: -0, none)
+        # A row that is too long loses its first tokens. Without a limit, [-0:] keeps all.
         rows = [[*context, *answer[:-1]][-(limit or 0):] for context, answer in pairs]
         order, found = sorted(range(len(rows)), key=lambda n: -len(rows[n])), {}
         for i in tqdm(range(0, len(order), self.batch_size), disable=None, leave=False):
             batch = order[i:i + self.batch_size]
-            # padding is on the right, where no token attends to it
+            # Padding stands on the right, where no token attends to it.
             idx = torch.nn.utils.rnn.pad_sequence(
                 [torch.tensor(rows[n]) for n in batch], batch_first=True).to(device)
             cache = self.model.init_cache(*idx.shape) if self.cached else None
@@ -259,14 +262,15 @@ def evaluate_tasks(model, tokenizer, cfg):
                 found["results"][name]["gold_ce"] = gold_ce(task, found["samples"][name])
     except UserError:
         raise
-    except Exception as e:  # of a YAML file, a download, a task's own code: of any type
+    except Exception as e:  # a YAML file, a download or a task's own code raises any type
         raise UserError(f"tasks={cfg.tasks}: {type(e).__name__}: {first_line(e)}") from e
     numbers = lambda values: {k: v for k, v in values.items() if isinstance(v, float)}
     return {"tasks": {name: numbers(row) for name, row in found["results"].items()}}
 
 
 def gold_ce(task, samples):
-    """Mean nats of the right answers; of several right ones, the likeliest."""
+    """Return the mean over the samples of the right answer's cross-entropy in nats. If several
+    answers are right, the likeliest one counts."""
     nats = []
     for sample in samples:
         doc, scores = sample["doc"], [-resps[0][0] for resps in sample["resps"]]
@@ -284,8 +288,8 @@ def main(argv):
     of_run = {key: ckpt["config"][key] for key in ("batch_size", "dataset", "data_dir")}
     cfg = typed_config(EvalConfig, {**of_run, **given})
     if is_task(cfg.dataset):
-        raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true "
-                        f"tells how many of its answers are right")
+        raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true tells how "
+                        f"many answers are right")
     of_model = "block_size", "exit_loop", "prefill"
     changed = {key: getattr(cfg, key) for key in of_model if given.get(key)}
     device = pick_device(cfg.device)
