@@ -1,25 +1,26 @@
 """
-Speed and memory. Each case is measured beside a baseline in the same run. The ratios of README.md
-and lab/RESULTS.md come from here.
+This program measures speed and memory. Each case is measured beside a baseline in the same run. The
+ratios of README.md and lab/RESULTS.md come from here.
 
     python -m lab.bench gpt             one of gpt, rt, lrt, relaxed, mor: training and decoding
     python -m lab.bench rat             a layer of RAT beside attention and an RNN, by length
     python -m lab.bench throughput      RAT beside attention: tokens/s by the number of sequences
     python -m lab.bench kernels         attend beside torch's attention
-    python -m lab.bench runs out/gpt_tiny out/mor_tiny  trained runs, training and decoding
+    python -m lab.bench runs out/gpt_tiny out/mor_tiny  trained runs: training and decoding
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
 A model's options are those of train.py, and its sizes start from configs/<model>_tiny.yaml as in
-train.py. compile= decides as there whether training is compiled or replayed as a CUDA graph, and
-the other ways are measured after it. Decoding goes through graphs.decoder, as in sample.py. Other
-options of training have no effect, because a step is one micro-batch and dtype is auto. The options
-of our tables are in lab/experiments/speed.yaml, those of the papers' sizes in gpu_speed.yaml.
+train.py. As there, compile= decides whether training is compiled or replayed as a CUDA graph. The
+ways that come after it in the order compiled, graph, eager are measured too. Decoding goes through
+graphs.decoder, as in sample.py. batch_size= and optimizer= hold too, but other options of training
+have no effect, because a step is one micro-batch and dtype is auto. The options of our tables are
+in lab/experiments/speed.yaml, and those of the papers' sizes are in gpu_speed.yaml.
 
-Every line names the measurement, its way, and a case. Then come these numbers:
+Each line names the measurement, its way, and a case. Then come these numbers:
     ms          the time of a step, the median over rounds
     MiB         the most memory that the case holds during a call (see peak_memory)
-    x           how many times as long as the baseline's the step takes; less than 1 is faster
-    tokens/s    of all rows
+    x           the time of a step as a multiple of the baseline's; less than 1 is faster
+    tokens/s    the tokens of all rows in a second
     MFU, MBU    on a known GPU: the fraction of its peak that the model's FLOPs reach, and the
                 fraction of its memory's bandwidth that reading weights and cache once takes
     launches    how many kernels an eager step launches, approximately (see Counting)
@@ -64,7 +65,7 @@ from serve import Engine, Request, loop_fractions
 @dataclass
 class BenchConfig(Options):
     device: str = "auto"            # of kernels and runs: auto | cpu | cuda | cuda:N
-    skip: str = ""                  # rows to leave out: parts of their names (naive,tiled)
+    skip: str = ""                  # parts of the names of rows to leave out, as naive,tiled
     longest: int = 0                # of rat: the longest sequence (0: 64 times block_size)
 
     def __post_init__(self):
@@ -73,29 +74,29 @@ class BenchConfig(Options):
 
 # ---- measuring ----
 
-WARM_UP = 2     # rounds that do not count
+WARM_UP = 2                 # rounds that do not count
 nothing = lambda: None      # most calls prepare nothing
 
 
 @dataclass
 class Call:
-    """A function that is timed. It takes `steps` steps, of training or of decoding."""
+    """A Call is a function that is timed. It takes `steps` steps, of training or of decoding."""
     run: object
-    prepare: object = nothing   # runs before each call, outside the clock
+    prepare: object = nothing   # runs before each call and is not timed
     steps: int = 1
-    tokens: int = 0             # that a step processes (0: the line does not say)
-    flops: float = 0.0          # of a step (0: the line does not say)
+    tokens: int = 0             # tokens that a step processes (0: the line does not say)
+    flops: float = 0.0          # FLOPs of a step (0: the line does not say)
     count: object = None        # () -> launches of a step, bytes that it reads (None: not said)
 
 
 def compare(cases, setup, device, rounds=None):
     """Time the cases {name: case}, and print a line for each. The first case is the baseline.
-    setup(case) returns {title: Call}. Returns {title: {name: milliseconds of a step}}. There are 9
-    rounds by default, and 3 on a GPU.
+    setup(case) returns {title: Call}. Return {title: {name: milliseconds of a step}}. `rounds` is 9
+    on a CPU and 3 on a GPU if it is not given.
 
-    On a CPU the cases take turns, so that a noisy neighbour slows all alike. On a GPU they come
-    one after the other, so that each has the memory for itself. A line says which case does not
-    fit."""
+    On a CPU the cases take turns, so that a noisy neighbour slows all alike. On a GPU they come one
+    after the other, so that each has the memory for itself. A case that does not fit is named in a
+    line."""
     gpu, bases, found = device.type == "cuda", {}, {}
     rounds = WARM_UP + (rounds or (3 if gpu else 9))
 
@@ -124,8 +125,9 @@ def compare(cases, setup, device, rounds=None):
 
 
 def take_turns(calls, device, rounds):
-    """Return {name: list of seconds} of {name: Call}, and {name: most bytes in use during a call},
-    which is empty on a CPU. The first call's bytes do not count, because it may compile."""
+    """Time the calls {name: Call} in turns. Return {name: list of seconds}, and {name: most bytes
+    in use during a call}, which is empty on a CPU. The bytes of the first call do not count,
+    because it may compile."""
     wait = nothing if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
     times, peaks = {name: [] for name in calls}, {}
     for n in range(rounds):
@@ -161,7 +163,8 @@ def tell(title, name, call, seconds, most, base, device):
 
 
 def free_memory(device):
-    graphs.GRAPHS.clear()       # graphs and compiled code hold memory
+    """Free the graphs and the compiled code, because they hold memory."""
+    graphs.GRAPHS.clear()
     graphs.SEEN.clear()
     torch.compiler.reset()
     gc.collect()
@@ -170,10 +173,10 @@ def free_memory(device):
 
 
 def peak_memory(setup, device):
-    """Return the most bytes that a case holds during a call. These are the weights, an optimizer's
-    state or a cache, and the memory that the call needs besides. They are resident memory of a CPU
-    beyond that before the case. Returns None where the system is not Linux. On a GPU take_turns
-    measures memory instead."""
+    """Return the most bytes that a case holds on a CPU during a call. These are the weights, an
+    optimizer's state or a cache, and the memory that the call needs besides. They are measured as
+    the growth of the resident memory since before the case. Return None where the system is not
+    Linux. On a GPU take_turns measures the memory instead."""
     if not RESET_PEAK.exists():
         return None
     before = peak(device, forget=True)
@@ -203,11 +206,12 @@ def peak(device, forget=False):
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operators that are called inside it. launches is the number of operators that
-    compute something, because each of them is about one kernel on a GPU. Views and allocations do
-    not count, and an operator of kernels.py counts once. An RMSNorm is one launch on CUDA and six
-    on a CPU, where torch writes it out. nbytes is how many bytes of `tensors` (weights, a cache)
-    the operators read. An embedding reads a few rows of its table, and they do not count."""
+    """A Counting counts the operators that are called inside it. launches is the number of
+    operators that compute something, because each of them is about one kernel on a GPU. Views and
+    allocations do not count, and an operator of kernels.py counts once. An RMSNorm is one launch on
+    CUDA and six on a CPU, where torch writes it out. nbytes is how many bytes of `tensors`
+    (weights, a cache) the operators read. An embedding reads only a few rows of its table, which do
+    not count."""
     NO_KERNEL = re.compile("empty|unsafe_view|promote_types|lift_fresh|scalar_dense")
 
     def __init__(self, tensors=()):
@@ -241,7 +245,7 @@ def counted(call, tensors=()):
 
 def build(cfg, name, options=""):
     """Return an untrained model_<name>, or the model that model= in options names. It has these
-    options, and for others those of cfg that it knows."""
+    options. Its other options are those of the Config `cfg` that it has too."""
     given = {"model": name, **split_args(options.split())[1]}
     module = model_module(given.pop("model"))
     sizes = dict(n_kv_head=cfg.kv_heads, head_dim=cfg.head_size, n_mlp=cfg.mlp_width)
@@ -255,9 +259,9 @@ def recordable(device):
 
 
 def training_modes(cfg, device):
-    """Return the ways in which training is measured, each with ratios of its own. The first is that
-    of train.py, then comes a graph, then eager code. compile=graph leaves out the first, and
-    compile=false leaves out the first two."""
+    """Return the ways in which training is measured, from compiled, graph and eager. Each way has
+    ratios of its own. train.py takes the first way. compile=graph leaves out compiled, and
+    compile=false leaves out both compiled and graph."""
     auto = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
     modes = ["compiled"] if compiled else []
@@ -271,7 +275,7 @@ PARTS = "forward + backward", "training step"
 def training(model, device, cfg, mode, parts=PARTS, note=""):
     """Return {title: Call} of the parts. A part is a forward and backward pass on a fixed random
     batch, or the same with clipping and the optimizer's step. There is no part if mode is graph and
-    the model reads a tensor on the host."""
+    the model is mor with router=token, because that reads a tensor on the host."""
     if mode == "graph" and getattr(model.cfg, "router", "") == "token":
         return {}
     if device.type == "cuda":   # train.py sets this too
@@ -301,7 +305,7 @@ def training(model, device, cfg, mode, parts=PARTS, note=""):
             model.zero_grad(set_to_none=True)
 
     calls, tokens = {}, cfg.batch_size * model.cfg.block_size
-    for part in parts:          # an optimizer makes its state in its first step
+    for part in parts:
         run = partial(step, make_optimizers(model, cfg) if part == "training step" else [])
         calls[f"{part}{note}, {mode}"] = call = Call(
             run, tokens=tokens, flops=tokens * model.flops_per_token())
@@ -314,8 +318,9 @@ NEW = 8         # tokens that one call decodes
 
 def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
     """Return the Call that decodes the last `new` of T tokens of each row, one after the other. The
-    tokens are those of idx, or random ones. Its prepare fills the cache with the tokens before
-    them. LRT fills it by Algorithm 1, because prepare is not timed and the exact chain is slow."""
+    tokens are those of idx, or random ones. Its `prepare` fills the cache with the tokens before
+    these. LRT fills the cache by Algorithm 1, because `prepare` is not timed and the exact chain is
+    slow."""
     if device.type == "cuda":   # sample.py has this setting
         torch.set_float32_matmul_precision("highest")
     model, start = model.to(device).eval(), max(1, T - new)
@@ -323,13 +328,14 @@ def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
     idx = idx[:rows]
     if new > 1 and getattr(model.cfg, "prefill", "") == "exact" and model.cfg.recurrent:
-        model.cfg = replace(model.cfg, prefill="interleaved")   # not timed, and faster
+        model.cfg = replace(model.cfg, prefill="interleaved")
     cache = model.init_cache(rows, T)
 
     @torch.inference_mode()
     def prefill():
         cache.reset()
-        for ids in idx[:, :start].split(max(1, 2 ** 16 // rows), 1):    # as memory allows
+        # A call takes at most 65,536 tokens, so that it fits in memory.
+        for ids in idx[:, :start].split(max(1, 2 ** 16 // rows), 1):
             model(ids, cache=cache)
 
     def eager(ids):
@@ -383,12 +389,13 @@ def kept(rows, skip):
     parts = list(filter(None, skip.split(",")))
     left = {name: row for name, row in rows.items() if not any(part in name for part in parts)}
     if not left or not all(any(part in name for name in rows) for part in parts):
-        raise UserError(f"skip={skip}: parts of some names, with commas between them; the names "
-                        f"are {' | '.join(rows)}")
+        raise UserError(f"skip={skip} must be parts of some names with commas between them, and "
+                        f"not of all; the names are {' | '.join(rows)}")
     return left
 
 
 def bench_model(name, model_cfg, cfg, device, own=BenchConfig()):
+    """Measure training and decoding of the ROWS of a model, and print their FLOPs."""
     rows, make = kept(ROWS[name], own.skip), partial(build, model_cfg, name)
     for mode in training_modes(cfg, device):
         compare(rows, lambda options: training(make(options), device, cfg, mode), device)
@@ -400,7 +407,8 @@ def bench_model(name, model_cfg, cfg, device, own=BenchConfig()):
 
 
 def decoding_modes(device):
-    """Return (dtype of weights and cache, graph or eager). The first is sample.py's default."""
+    """Return the modes in which decoding is measured, each (dtype of weights and cache, graph or
+    eager). The first is sample.py's default."""
     dtypes = [torch.bfloat16, torch.float32] if device.type == "cuda" else [torch.float32]
     graph = [(dtype, "graph") for dtype in dtypes] if recordable(device) else []
     return graph + [(dtypes[0], "eager")]
@@ -408,10 +416,10 @@ def decoding_modes(device):
 
 def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=None, idx=None):
     """Measure decoding and prefill of the models make(case), and print the size of a row's cache.
-    They decode the last of T tokens and prefill all others of `prompts` rows. The tokens are those
-    of idx, or random ones. rounds is two numbers, of decoding and of prefill. The first mode
-    decodes all batches, and the other modes decode the first batch. Returns {name: {case: number}}
-    of the first mode."""
+    Decoding takes the last NEW of T tokens, and prefill takes T - 1 tokens of `prompts` rows. The
+    tokens are those of idx, or random ones. rounds is two numbers, of decoding and of prefill. The
+    first mode decodes all batches, and the other modes decode the first batch. Return {name: {case:
+    number}} of the first mode."""
     found, rounds = {}, rounds or ((5, 3) if device.type == "cuda" else (36, 9))
     (first, _), *others = modes = decoding_modes(device)
     for (dtype, mode), rows in [*itertools.product(modes[:1], batches),
@@ -435,13 +443,14 @@ def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=No
 
 def bench_rat(model_cfg, cfg, device, own=BenchConfig()):
     """Measure a layer of RAT beside attention and the RNN, as the paper's Tables 6, 7 and 8 do. The
-    same number of tokens, 64 block_size, is cut into longer and longer sequences, from block_size
-    on. Decoding takes a token of each of batch_size sequences."""
+    same number of tokens, 64 block_size, is cut into sequences of block_size tokens, of twice as
+    many, and so on. Decoding takes a token of each of batch_size sequences."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kinds = kept({"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "",
                   "RNN": "mixer=rnn"}, own.skip)
 
-    def make(options):     # returns a model that keeps only the mixer with its projections
+    def make(options):
+        """Return a model of one layer that keeps only the mixer with its projections."""
         model = build(model_cfg, "rat", f"block_size={T} n_layer=1 vocab_size=64 swa=0 {options}")
         block = model.blocks[0]
         model.norm = block.norm1 = block.norm2 = block.mlp = torch.nn.Identity()
@@ -457,9 +466,9 @@ def bench_rat(model_cfg, cfg, device, own=BenchConfig()):
 
 
 def bench_throughput(model_cfg, cfg, device, own=BenchConfig(), new=64):
-    """Measure the tokens/s of whole models, which decode the last tokens of block_size. The number
-    of sequences is doubled up to batch_size, or until their caches would take half of all
-    memory."""
+    """Measure the tokens/s of whole models, each of which decodes the last `new` of block_size
+    tokens. The number of sequences is doubled up to batch_size, or until the caches would take half
+    of all memory."""
     T, L, speeds = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -504,9 +513,9 @@ def bench_kernels(device, own=BenchConfig(), sizes=None):
 # ---- trained runs ----
 
 def bench_runs(folders, device, own=BenchConfig()):
-    """Compare runs of the same data by a training step, by a decoded token, and by the cache. The
-    token comes after a context of the data's own text, because the text decides how deep MoR's
-    tokens go. The first run is the baseline. reproduce.py reads the last line of the output."""
+    """Compare runs of the same data by a training step, a decoded token, and the cache. The context
+    before the token is the data's own text, because the text decides how deep MoR's tokens go. The
+    first run is the baseline. reproduce.py reads the last line of the output."""
     ckpts, load = {f: load_run(f)[2] for f in folders}, lambda f: load_run(f, device)[0]
     cfgs = {folder: SimpleNamespace(**ckpt["config"]) for folder, ckpt in ckpts.items()}
     data = open_data(cfgs[folders[0]])["val"]
@@ -525,20 +534,21 @@ def bench_runs(folders, device, own=BenchConfig()):
 
 # ---- requests to trained models that loop over depth, by serve.py's Engine ----
 
-PROMPT, ANSWER = (4, 16), (32, 96)      # tokens of a request, at least and at most
+PROMPT, ANSWER = (4, 16), (32, 96)      # least and most tokens of a request
 LONGEST, REQUESTS = PROMPT[1] + ANSWER[1], 240
 SLOTS = {"relaxed": 32, "mor": 16}
+# With these options, a model has as many layers but no loops.
 UNTIED = {"relaxed": "n_loop=1 rank=0 early_exit=none exit_loop=0",
           "mor": "n_loop=1 router=none router_func= share=cycle kv=recursion exit_loop=0"}
 
 
 def bench_requests(name, model, text, device, own=BenchConfig()):
     """Time requests that all come to an Engine at once. For batching over depth a line also says
-    what fraction of the bound's speed is reached. The bound is the speed that a model could have
-    whose tokens take so many loops."""
+    what fraction of a bound the speed reaches. The bound is the first case's speed, divided by the
+    fraction of the layers that the tokens take."""
     if min(model.context_limit or LONGEST, len(text) - 1) < LONGEST:
-        raise UserError(f"requests of {LONGEST} tokens need block_size={LONGEST} or more, and as "
-                        f"long a text")
+        raise UserError(f"requests of {LONGEST} tokens need block_size={LONGEST} or more, and a "
+                        f"longer text")
     cases, answered = kept(serving_cases(name, model, text, device), own.skip), {}
 
     def answer(case):
@@ -574,9 +584,9 @@ def workload(text):
 
 
 def serving_cases(name, model, text, device):
-    """Return {name: a function that makes an Engine}. Batching is by sequences and by depth, and
-    relaxed runs without early exit and with it. A model as deep that has no loops is added, and for
-    mor it is the baseline."""
+    """Return {name: a function that makes an Engine}. Batching is over sequences and over depth,
+    and relaxed runs without early exit and with it. A model that is as deep and has no loops is
+    added. For mor this model is the baseline."""
     engine, kinds = partial(Engine, slots=SLOTS[name], max_len=LONGEST), {"MoR": {}}
     if name == "relaxed":
         exit = early_exit(model, text, device)
@@ -592,8 +602,8 @@ def serving_cases(name, model, text, device):
 @torch.no_grad()
 def early_exit(model, text, device, fraction=0.65):
     """Return the rule by which this fraction of a text's tokens exits after the first loop. They
-    are the tokens of which that loop is surest. Prints the loss with these exits and without,
-    where all tokens have the keys of all loops (fill=exact)."""
+    are the tokens whose prediction is surest there. Print the loss with these exits and without
+    them. All tokens have the keys of all loops (fill=exact)."""
     first = copy.copy(model)
     first.cfg = replace(model.cfg, exit_loop=1)
     n = min(len(text) - 1, 32 * LONGEST) // LONGEST * LONGEST
@@ -619,7 +629,7 @@ def main(argv):
     words, given = split_args(argv, most=None)
     name, *folders = words or [""]
     if name not in (*BENCHES, "kernels", "runs") or bool(folders) != (name == "runs"):
-        raise UserError("python -m lab.bench NAME [option=value ...], NAME one of: "
+        raise UserError("lab.bench NAME [option=value ...] needs a NAME, which is one of: "
                         + ", ".join(BENCHES) + ", kernels, runs out/A ...")
     torch.manual_seed(1337)
     if name in ("kernels", "runs"):
@@ -630,11 +640,12 @@ def main(argv):
     own = typed_config(BenchConfig, {name: given.pop(name) for name in OWN & given.keys()})
     model = "rat" if name == "throughput" else name
     if given.setdefault("model", model) != model:
-        raise UserError(f"model={given['model']}: lab.bench {name} is of model={model}")
+        raise UserError(f"model={given['model']} is not measured by lab.bench {name}, which takes "
+                        f"model={model}")
     cfg, model_fields, ckpt = merge(given, load_start)
     model_cfg, device = model_module(model).Config(**model_fields), pick_device(cfg.device)
     if model_cfg.block_size < 2:
-        raise UserError("block_size=1: decoding needs at least 2 tokens")
+        raise UserError("block_size=1 is too short: decoding needs at least 2 tokens")
     print(f"{device_name(device)}, torch {torch.__version__}, {model_cfg.n_layer} layers of width "
           f"{model_cfg.n_embd}, batch {cfg.batch_size} x {model_cfg.block_size} tokens"
           + ", training in bfloat16 (autocast)" * (device.type == "cuda"))

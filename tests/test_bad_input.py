@@ -101,11 +101,11 @@ SAMPLE = [
     (["out/r", "dtype=float16"], "dtype=float16 must be one of: auto, float32, bfloat16"),
 ]
 BENCH = [
-    (["nothing"], "NAME one of"), (["rt", "model=gpt"], "lab.bench rt is of model=rt"),
-    (["rt", "block_size=1"], "block_size=1: decoding needs at least 2 tokens"),
+    (["nothing"], "needs a NAME, which is one of"), (["rt", "model=gpt"], "model=gpt is not measured by lab.bench rt"),
+    (["rt", "block_size=1"], "block_size=1 is too short: decoding needs at least 2 tokens"),
     (["kernels", "rounds=9"], "unknown option 'rounds'"), (["rat", "longest=-1"], "longest=-1 must be at least 0"),
     (["rt", "skip=naiv,slow"], "the names are plain Transformer | without recurrence | wavefront | tiled | naive"),
-    (["gpt", "skip=fast,naive"], "skip=fast,naive: parts of some names"),
+    (["gpt", "skip=fast,naive"], "skip=fast,naive must be parts of some names"),
     (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 EVAL = [
