@@ -1,5 +1,6 @@
 """
-Every table and picture of RESULTS.md, again: runs what is missing, then writes them.
+This program makes every table and picture of RESULTS.md again. It does the runs that are missing,
+and then writes tables and pictures.
 
     python -m lab.reproduce                     the experiments, what is done, the time for the rest
     python -m lab.reproduce quick               a tier: quick (8 minutes of two cores), cpu, gpu
@@ -9,16 +10,17 @@ Every table and picture of RESULTS.md, again: runs what is missing, then writes 
     python -m lab.reproduce intervals compare_flops compare_controls
                                                 differences of all rows, with their 95 % intervals
 
-The runs of experiments/NAME.yaml are out/NAME-*. results/NAME.jsonl has a line for each command
-that is done: it is not run again (a run is, if its config file has other values today). So a
-reproduction that was stopped goes on where it was. A line has the commit, a hash of each file that
-differed from it, the CPU, the threads and versions. It has the fingerprints of the prepared text
-and of the model's files. Where they are others today, this is told, and so is a text that has
-changed since it was prepared. To repeat a run, delete its line and its folder.
+The runs of experiments/NAME.yaml stand in out/NAME-*. results/NAME.jsonl has a line for each
+command that is done. Such a command is not run again, unless it is a run whose config file has
+other values today. So a reproduction that was stopped goes on where it was. A line has the commit,
+a hash of each file that differed from the commit, the CPU, the threads and versions. It also has
+the fingerprints of the prepared text and of the model's files. A note tells where they are others
+today, and where a text has changed since it was prepared. To repeat a run, delete its line and its
+folder.
 
 A difference is the mean of the differences of runs with the same seed. The two numbers behind it
-are its 95 % interval by the t distribution. Differences whose interval includes 0, and ratios whose
-interval includes 1, are called ties. Two seeds or one have no interval.
+are its 95 % interval by the t distribution. A difference whose interval includes 0 is called a tie,
+and so is a ratio whose interval includes 1. There is no interval for fewer than three seeds.
 """
 import ast
 import hashlib
@@ -54,24 +56,28 @@ from prepare import tell_changes
 LAB, OUT = HERE / "lab", HERE / "out"
 TIERS = "quick", "cpu", "gpu"
 JOBS = 2                        # runs at the same time (gpu: one run)
-THREADS = 1                     # of a run
-BENCH_MINUTES = 5               # a call of bench.py, about
-CURVE_POINTS = 60               # of a run's log that its result keeps, about
+THREADS = 1                     # threads of a run
+BENCH_MINUTES = 5               # about what a call of bench.py takes
+CURVE_POINTS = 60               # about how many points of a run's log its result keeps
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
 
 
 @dataclass(eq=False)
 class Experiment:
-    """experiments/NAME.yaml. A row is the options of train.py, or a dict of these `options`, of
-    seeds, minutes and evaluate in place of the experiment's, and of COLUMN: its text in a column
-    that is `text`. In options, {LABEL} is the folder of an earlier row's run of the same seed, and
-    from={LABEL}/step_N.pt, our own option, goes on from that checkpoint (keep_interval).
+    """An Experiment is the content of experiments/NAME.yaml.
+
+    A row is a text, the options of train.py, or a dict. The dict may have these `options`, and
+    seeds, minutes and evaluate in place of the experiment's. For a column that is `text`, it has
+    the row's text under the column's name. In options, {LABEL} is the folder of an earlier row's
+    run of the same seed. from={LABEL}/step_N.pt, which is no option of train.py, goes on from a
+    checkpoint that keep_interval= has kept.
 
     A column is `text`, `options` (those of the row), or the name of a value and its format, such as
-    `val_bpb .3f`. For the difference to another row ` against ROW` stands behind the format.
-    Values: of the log's last line and last evaluation (flops, val_bpb), of lab.eval (NAME.bpb), of
-    `bench.py runs` (speed.train_ms). The axes of a picture are such names too, those of the log of
-    training steps (curves.flops), or bins, for a list of ten of lab.eval."""
+    `val_bpb .3f`. With ` against ROW` behind the format, a column is the difference to that row.
+    The values are those of the log's last line and last evaluation (flops, val_bpb), of lab.eval
+    (NAME.bpb), and of `bench.py runs` (speed.train_ms). The axes of a picture are such names too,
+    or those of the log of training steps (curves.flops), or bins, the middles of the tenths from 0
+    to 1 for a list of ten numbers of lab.eval."""
     name: str
     title: str
     tier: str                   # quick | cpu | gpu
@@ -79,10 +85,10 @@ class Experiment:
     columns: dict = field(default_factory=dict)
     options: str = ""           # of all rows
     seeds: int = 3              # runs of each row
-    minutes: float = 1.0        # of a run on one core, estimated
+    minutes: float = 1.0        # of a run on one core, an estimate
     evaluate: dict = field(default_factory=dict)    # {NAME: options of lab.eval}, after training
     bench: list = field(default_factory=list)       # arguments of lab.bench; {rows}: the folders
-    picture: list = field(default_factory=list)     # of panels: {x, y: names; xscale, ylim, ...}
+    picture: list = field(default_factory=list)     # panels {x, y: names; xscale, ylim, ...}
 
     def __post_init__(self):
         own = {"options": "", "seeds": self.seeds, "minutes": self.minutes,
@@ -97,13 +103,13 @@ class Experiment:
 
 
 def load_experiments():
-    """{name: Experiment} of the folder experiments."""
+    """Return {name: Experiment} of the folder experiments."""
     found = {}
     for file in sorted((LAB / "experiments").glob("*.yaml")):
         values = load_yaml(file)
         try:
             found[file.stem] = Experiment(file.stem, **values)
-        except Exception as e:  # of an unknown field, or of rows: all about this file
+        except Exception as e:  # an unknown field and other errors are all about this file
             raise UserError(f"{file.name}: {first_line(e)}") from e
     return found
 
@@ -111,10 +117,10 @@ def load_experiments():
 # ---- what there is to do ----
 
 class Run:
-    """One row of an experiment with one seed."""
+    """A Run is one row of an experiment with one seed."""
 
     def __init__(self, experiment, label, row, seed, earlier):
-        """earlier: {(label, seed): Run} of the rows above."""
+        """`earlier` is {(label, seed): Run} of the rows above."""
         self.experiment, self.label, self.row, self.seed = experiment, label, row, seed
         self.result, self.needs = None, []      # its line of the results; runs that it starts from
         options = f"{experiment.options} {row['options']} seed={seed} sample_tokens=0"
@@ -129,7 +135,7 @@ class Run:
         self.arguments = [f"{name}={value}" for name, value in self.options.items()]
         options = " ".join(self.arguments)
         self.command = f"train.py {options}" + f" from {self.start}" * bool(self.start)
-        # the folder's name tells the options apart: a changed row does not go on from the old run
+        # The folder's name has a hash of the options, so that a changed row begins a new run.
         digest = hashlib.sha256((options + self.start).encode()).hexdigest()[:6]
         slug = re.sub("[^a-z0-9]+", "_", label.lower()).strip("_")
         self.name = f"{experiment.name}-{slug}-{seed}-{digest}"
@@ -137,7 +143,7 @@ class Run:
 
 
 def plan(experiment):
-    """All runs of an experiment, in the order of its rows."""
+    """Return all runs of an experiment, in the order of its rows."""
     lines, runs = read_results(experiment), {}
     for label, row in experiment.rows.items():
         for seed in range(1, row["seeds"] + 1):
@@ -150,8 +156,8 @@ def plan(experiment):
 
 
 def file_options(run):
-    """Return the options that a run has from its config file, which are not defaults and which the
-    command does not give. In the run's line of the results they are called `keys`."""
+    """Return the options that a run has from its config file, without those that are defaults or
+    that the command gives. In the run's line of the results they are called `keys`."""
     file = run.options.get("config", f"configs/{run.options.get('model', 'gpt')}_tiny.yaml")
     values = {"model": "gpt", **load_yaml(HERE / file), **run.options}
     schemas = TrainConfig, model_module(values["model"]).Config
@@ -162,15 +168,15 @@ def file_options(run):
 
 
 def changed(run):
-    """Return which of "text" and "model" are others than when the run was made, as far as its line
-    of the results tells."""
+    """Return which of "text" and "model" have changed since the run was made, as far as its line of
+    the results tells."""
     made, now = run.result or {}, made_from(run)
     return [what for what in now if now[what] and made.get(what, now[what]) != now[what]]
 
 
 def made_from(run):
-    """Return the fingerprints of the text, as a checkpoint has it, and of the model's files. That
-    of the text is None where it is not prepared, or where a task makes it."""
+    """Return the fingerprints of the prepared text and of the model's files. The text's is that of
+    a checkpoint's "data", and None where no text is prepared, as for a task."""
     values = {"model": "gpt", **file_options(run), **run.options}
     where = {"dataset", "tokenizer", "data_dir"} & values.keys()
     cfg = typed_config(TrainConfig, {name: values[name] for name in where})
@@ -184,14 +190,15 @@ def made_from(run):
 
 @cache
 def tell_text(meta):
-    """Tell once where a text has changed since it was prepared: runs read what was prepared."""
+    """Tell once where a text has changed since it was prepared, because runs read what was
+    prepared."""
     tell_changes(meta.parent, read_json(meta))
 
 
 @cache
 def code_of(module):
-    """Return a fingerprint of the code of a model's module and of those of ours that it imports,
-    without common and lab. Comments and docstrings do not count."""
+    """Return a fingerprint of the code of a model's module and of the modules of this project that
+    it imports, without common and lab. Comments and docstrings do not count."""
     todo, trees = [module], {}
     while todo:
         name = todo.pop()
@@ -215,7 +222,8 @@ def code_of(module):
 
 
 def missing(runs):
-    """The runs without a result, and those that they start from whose folders are gone."""
+    """Return the runs without a result, and the runs that these start from if their checkpoints are
+    gone."""
     wanted = set()
     for run in reversed(runs):      # a run starts from earlier ones
         if run in wanted or not run.result:
@@ -226,16 +234,16 @@ def missing(runs):
 # ---- runs ----
 
 def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
-    """Start one of our programs."""
+    """Start one of our programs, and return its process."""
     return subprocess.Popen([sys.executable, *command], text=True, cwd=HERE, stdout=stdout,
                             stderr=stderr, env={**os.environ, **environment})
 
 
 def start(run):
-    """Train, or go on with a run that was stopped, unless its config file has changed since.
-    FOLDER.txt receives the output."""
+    """Start or resume the training of a run, and return its process. A run whose config file has
+    changed since begins again. FOLDER.txt receives the output."""
     options, made_of = json.dumps(file_options(run), sort_keys=True), run.folder / "keys.json"
-    if not made_of.exists() or made_of.read_text() != options:     # from the beginning
+    if not made_of.exists() or made_of.read_text() != options:     # it begins again
         if run.folder.exists():
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True)
@@ -248,11 +256,11 @@ def start(run):
 
 
 def train_all(runs, jobs):
-    """Train the runs, `jobs` at a time. Returns those that failed, and those that need them."""
+    """Train the runs, `jobs` at a time. Return those that failed, and those that need them."""
     processes, tasks = [], {}
 
     def train(run):
-        # what it needs stands before it, so has begun
+        # A run that this one needs stands before it, and so has begun.
         good = all([tasks[other].result() for other in run.needs if other in tasks])
         told = f"FAILED, see {run.folder}.txt"
         if good:
@@ -268,20 +276,21 @@ def train_all(runs, jobs):
             for run in runs:
                 tasks[run] = pool.submit(train, run)
             return [run for run, task in tasks.items() if not task.result()]
-        finally:                # when stopped: runs save their state, and are resumed next time
+        finally:                # runs that are stopped save their state and are resumed next time
             pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.terminate()
 
 
 def finished(run):
-    """Return whether a run is at its last step. One that a signal stopped is resumed next time."""
+    """Return whether a run is at its last step. A run that a signal stopped is not."""
     ckpt = load_checkpoint(run.folder / "ckpt.pt")
     return ckpt["step"] >= ckpt["config"]["max_steps"]
 
 
 def record(run):
-    """Evaluate a run that has been trained and write its line. False if an evaluation fails."""
+    """Evaluate a run that has been trained, and write its line of the results. Return False if an
+    evaluation fails."""
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
     sizes = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}     # tied ones count once
     steps = [row for row in log if "lr" in row]         # the others are evaluations
@@ -310,8 +319,8 @@ def record(run):
 
 
 def benches(experiment, runs):
-    """The experiment's calls of lab.bench, {command: its line in results/NAME.jsonl, or None}.
-    Times need no more than three seeds."""
+    """Return the experiment's calls of lab.bench, {command: its line in results/NAME.jsonl, or
+    None}. A call measures runs of three seeds at most, because times hardly depend on the seed."""
     folders = " ".join(f"out/{run.name}" for run in runs if run.seed <= 3)
     lines = read_results(experiment)
     commands = [f"bench.py {args.replace('{rows}', folders)}" for args in experiment.bench]
@@ -319,8 +328,8 @@ def benches(experiment, runs):
 
 
 def measure(experiment, runs):
-    """Make the calls of lab.bench that have no line yet, one after the other, with nothing else
-    running; results/NAME.txt has what they print. Returns those that failed."""
+    """Make the calls of lab.bench that have no line yet, one after the other, while no run trains.
+    results/NAME.txt receives the output. Return the calls that failed."""
     failed = []
     for command in [command for command, line in benches(experiment, runs).items() if not line]:
         arguments = command.split()[1:]
@@ -348,16 +357,16 @@ def results_file(experiment):
 
 
 def read_results(experiment):
-    """{command: the last line that has it} of results/NAME.jsonl."""
+    """Return {command: the last line that has it} of results/NAME.jsonl."""
     file = results_file(experiment)
     lines = map(json.loads, file.read_text().splitlines() if file.exists() else [])
     return {line["command"]: line for line in lines}
 
 
 def append(experiment, line):
-    """Add a line to results/NAME.jsonl. A full disk leaves the file as it was."""
+    """Add a line to results/NAME.jsonl. If the disk is full, the file stays as it was."""
     file = results_file(experiment)
-    seven_digits = lambda text: float(f"{float(text):.7g}")     # the file is committed
+    seven_digits = lambda text: float(f"{float(text):.7g}")     # keeps the committed file short
     line = json.loads(json.dumps(line), parse_float=seven_digits)
     with APPENDING:
         file.parent.mkdir(exist_ok=True)
@@ -404,14 +413,15 @@ def cpu_model():
 # ---- tables and pictures ----
 
 def look_up(result, name):
-    """The value of a dotted name, such as half.bpb; None where there is none."""
+    """Return the value of a dotted name, such as half.bpb, or None if the result has none."""
     for part in name.split("."):
         result = result.get(part) if isinstance(result, dict) else None
     return result
 
 
 def cell(results, what):
-    """Mean and standard deviation over the seeds; what: a name and its format."""
+    """Return the text of a cell, the mean and the standard deviation over the seeds. `what` is the
+    name of a value and its format."""
     name, form = what.split()
     values = [v for v in (look_up(r, name) for r in results) if v is not None]
     if not values:
@@ -423,7 +433,7 @@ def cell(results, what):
 
 
 def table(experiment, rows):
-    """In Markdown. rows: {label: the results of its seeds}."""
+    """Return the table in Markdown. `rows` is {label: the results of its seeds}."""
     lines = ["| | " + " | ".join(experiment.columns) + " |",
              "|---" * (len(experiment.columns) + 1) + "|"]
     for label, results in rows.items():
@@ -433,7 +443,7 @@ def table(experiment, rows):
         cells = [row.get(title, "") if what == "text" else own.get(what) or
                  (against(rows, label, what) if AGAINST in what else cell(results, what))
                  for title, what in experiment.columns.items()]
-        if any(cells):          # a source that is not evaluated has none
+        if any(cells):          # a row that only others start from may have no values
             lines.append("| " + " | ".join([label + few, *cells]) + " |")
     return "\n".join([*lines, "", ""])
 
@@ -450,7 +460,8 @@ def rows_of(experiment, runs):
 
 
 def how_made(experiment, lines):
-    """Below the table: command, runs, seeds, commits and machines of these lines of the results."""
+    """Return the text below the table. It has the command, and the runs, seeds, commits and
+    machines of these lines of the results."""
     said, seeds = [], sorted({row["seeds"] for row in experiment.rows.values()})
     if made := [line["seconds"] for line in lines if "seconds" in line]:
         said = [f"{len(made)} run{'s' * (len(made) > 1)}, {duration(sum(made) / 60)} of a core",
@@ -471,7 +482,7 @@ def panel_of(rows, x, y, **style):
         pairs = [map(listed, pair) for pair in pairs if None not in pair]
         if pairs:
             xs, ys = ([fmean(v) for v in zip(*lists)] for lists in zip(*pairs))
-            if x.startswith("curves."):     # the loss of a batch is noisy: with its neighbours
+            if x.startswith("curves."):     # a batch's loss is noisy, so it is a mean of neighbours
                 ys = [fmean(ys[max(0, i - 4):i + 5]) for i in range(len(ys))]
             curves.append((label, list(zip(xs, ys))))
     return {"xlabel": x, "ylabel": y, **style}, curves
@@ -522,7 +533,7 @@ def interval(values, form, null=0):
 
 
 def against(rows, label, what):
-    """Return the cell of a column "NAME FORMAT against ROW": empty in that row itself."""
+    """Return the cell of a column "NAME FORMAT against ROW", which is empty in that row itself."""
     value, _, other = what.partition(AGAINST)
     name, form = value.split()
     values = paired(rows[label], rows.get(other, []), name)
@@ -530,8 +541,9 @@ def against(rows, label, what):
 
 
 def print_intervals(plans):
-    """Print the differences of all pairs of rows of {experiment: its runs} in each value of the
-    tables that depends on the seed, times as ratios too, and those of the losses of one row."""
+    """Print the differences of all pairs of rows, in each value of the tables that depends on the
+    seed. Times get ratios too. Then print the differences between the losses of each row. `plans`
+    is {experiment: its runs}."""
     rows, forms = {}, {}
     for experiment, runs in plans.items():
         of = f"{experiment.name}: " * (len(plans) > 1)
@@ -543,7 +555,7 @@ def print_intervals(plans):
     for before, row, other, name, of_other in pairs:
         values = paired(rows[row], rows[other], name, of_other)
         if len({*values, 0.0}) == 1 or len(values) > 1 and stdev(values) <= 1e-6 * abs(values[0]):
-            continue        # it does not depend on the seed
+            continue        # the difference does not depend on the seed
         first, second = (row, other) if row != other else (f"{row}, {name}", of_other)
         if fmean(values) < 0:
             values, first, second = [-v for v in values], second, first
@@ -560,7 +572,7 @@ def duration(minutes):
 
 
 def show(experiment, runs):
-    """What is done, and how long the rest takes, as the experiment says."""
+    """Print what is done, and how long the rest takes by the experiment's estimate."""
     rest, calls = missing(runs), benches(experiment, runs)
     left = list(calls.values()).count(None)
     minutes = sum(run.row["minutes"] for run in rest) + left * BENCH_MINUTES
@@ -575,7 +587,8 @@ def show(experiment, runs):
 
 
 def forget(runs):
-    """Let the runs begin again whose text or model has changed, and those that start from them."""
+    """Drop the results and folders of the runs whose text or model has changed, and of the runs
+    that start from these, so that they begin again."""
     for run in runs:
         if changed(run) or any(other.result is None for other in run.needs):
             run.result = None
@@ -605,10 +618,10 @@ def main(argv):
 
 
 def reproduce(plans, again=False):
-    """Do what is missing of {experiment: its runs}, and `again` what has changed. Returns what
-    failed."""
+    """Do what is missing of {experiment: its runs}. With `again`, do the runs that have changed
+    too. Return what failed."""
     OUT.mkdir(exist_ok=True)
-    lock(OUT)                   # of two of us at a time, the second ends here
+    lock(OUT)                   # a second reproduction at the same time ends here
     if again:
         forget([run for runs in plans.values() for run in runs])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # train_all stops its runs
