@@ -1,11 +1,11 @@
 """
-A page that shows how deep each token goes, and OpenAI's completions, for trained models that loop
-over depth (relaxed, mor).
+This server shows on a page how deep each token goes, and answers OpenAI's completions. It is for
+trained models that loop over depth (relaxed, mor).
 
     python -m lab.page out/mor_tiny port=8000           http://127.0.0.1:8000
     python -m lab.page out/mor_tiny out/relaxed_exit exit=confidence:0.5
-                            two runs on one page; exit= and fill= hold for those without a router,
-                            which also write each text without exits, to compare
+                            two runs on one page. exit= and fill= hold for runs without a router,
+                            which also write each text without exits, so that one can compare.
     curl 127.0.0.1:8000/v1/completions -d '{"prompt": "def ", "max_tokens": 50, "stream": true}'
     python -m lab.page help                             every option with its meaning
 
@@ -55,8 +55,8 @@ class PageEngine(serve.Engine):
         self.tokenizer, self.waiting, self.turn = tokenizer, deque(), None
 
     async def take_turn(self):
-        """Take a few steps for all choices. Before, a choice that has ended, or whose client has
-        gone, loses its slot or its place in the queue."""
+        """Take a few steps for all choices. Before that, a choice that has ended, or whose client
+        has gone, loses its slot or its place in the queue."""
         for choice in [slot.request for slot in self.busy()] + list(self.waiting):
             if await choice.id.is_disconnected():
                 choice.reason = choice.reason or "cancelled"
@@ -68,9 +68,9 @@ class PageEngine(serve.Engine):
         await asyncio.to_thread(lambda: [self.step() for _ in range(4)])
 
     async def write(self, choices, asked):
-        """Yields a server-sent event for each part of each choice, and then one for the usage, if
-        that is asked for. The last event says [DONE]. If no stream is asked for, the whole answer
-        stands in its place."""
+        """Yield a server-sent event for each part of each choice, and then one for the usage, if
+        that is asked for. The last event says [DONE]. If no stream is asked for, the last thing
+        that is yielded is the whole answer instead."""
         stops = tuple(filter(None, [asked.stop] if isinstance(asked.stop, str) else asked.stop))
         streams = [parts_of(c, self.tokenizer.stream(c.tokens), stops) for c in choices]
         texts = [{"text": "", "index": index, "depths": [], "logprobs": None, "finish_reason": None}
@@ -99,7 +99,7 @@ class PageEngine(serve.Engine):
 
 
 def parts_of(choice, pieces, stops):
-    """Yields the parts of a choice: (text, depths, finish_reason) of each token, and of the end.
+    """Yield the parts of a choice, (text, depths, finish_reason) of each token and of the end.
 
     pieces is the tokenizer's stream of the tokens. A part may be asked for when its token is there,
     and the last one when the choice has a reason to end. The text ends before the first of the stop
@@ -138,7 +138,7 @@ app.add_route("/", lambda request: responses.FileResponse(HERE / "lab" / "page.h
 class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """The options of a client's request."""
     prompt: str | list[str] | list[int] | list[list[int]] = ""      # texts, token ids
-    model: str = Field(default_factory=lambda: next(iter(runs)))    # a run's name (the first one's)
+    model: str = Field(default_factory=lambda: next(iter(runs)))    # a run (default: the first)
     max_tokens: int = Field(16, ge=0, le=1 << 20)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -170,7 +170,7 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
 @app.post("/v1/completions")
 async def complete(request: Request):
     given = TypeAdapter(dict).validate_json(await request.body())
-    # "", [], {} and null stand for the default. 0 and false do so where an option is not known.
+    # "", [], {} and null stand for the default. 0 and false do so only for an unknown option.
     asked = Completion.model_validate({name: value for name, value in given.items()
                                        if value or value == 0 and name in Completion.model_fields})
     await model(asked.model)
@@ -198,8 +198,8 @@ async def models():
 # ---- the server ----
 
 async def guarded(scope, receive, send):
-    """Run app, unless the client calls this machine by a foreign name. The owner of such a name can
-    point it to this machine, and then a browser lets a page of that site read the answers."""
+    """Run app, unless the client calls this machine by a foreign name. Its owner could point such a
+    name to this machine, and then a browser would let a page of that site read the answers."""
     headers = Request(scope).headers
     names = headers.get("host", ""), headers.get("origin", "localhost").rpartition("/")[2]
     foreign = refused(None, HTTPException(403, "the Host or Origin header names another machine"))
@@ -209,12 +209,13 @@ async def guarded(scope, receive, send):
 @dataclass
 class PageConfig(serve.EngineKeys):
     port: int = 8000                # 0: a free one
-    host: str = "127.0.0.1"         # the address to listen on; 0.0.0.0: from everywhere
+    host: str = "127.0.0.1"         # the address to listen on; 0.0.0.0: all of the machine's
 
     def __post_init__(self):
         self.between(port=(0, 65535))
         if not self.host:
-            raise ValueError("host= is empty: 127.0.0.1 is this machine alone, 0.0.0.0 all")
+            raise ValueError("host= is empty: 127.0.0.1 serves this machine alone, and 0.0.0.0 "
+                             "serves all")
 
 
 def main(argv):
@@ -228,7 +229,7 @@ def main(argv):
         routed = serve.adapter_of(model).routed and len(paths) > 1
         rule = () if routed else (cfg.exit, cfg.fill)
         runs[name] = PageEngine(model, tokenizer, cfg, *rule)
-        if runs[name].rule:         # the same weights, so that one sees what exits change
+        if runs[name].rule:         # the same weights show what exits change
             runs[f"{name}-without-exits"] = PageEngine(model, tokenizer, cfg)
     address = socket.getaddrinfo(cfg.host, cfg.port)[0][4][0]
     uvicorn.Server(uvicorn.Config(

@@ -1,5 +1,6 @@
 """
-Pictures. train.py draws the curves of a run, and lab.reproduce draws the panels of an experiment.
+Pictures are drawn here. train.py draws the curves of a run, and lab.reproduce draws the panels of
+an experiment.
 """
 import os
 
@@ -7,8 +8,8 @@ from common.options import need
 
 
 def draw(file, panels, title=""):
-    """Draw panels beside each other. A panel is the labels and scales of its axes, and a list of
-    curves. A curve is a name and its points."""
+    """Draw panels beside each other. A panel is a dict of the labels and scales of its axes, and a
+    list of curves. A curve is a name and its points (x, y)."""
     os.environ["MPLBACKEND"] = "agg"        # an unknown backend would end the import
     need("matplotlib")
     from matplotlib.figure import Figure    # pyplot would need a display
@@ -28,8 +29,8 @@ def draw(file, panels, title=""):
 
 
 def draw_curves(rows, path, title):
-    """Draw the picture of one run, which has the cross-entropy in training and in validation. The
-    rows are those of the run's log."""
+    """Draw the picture of one run, which shows the cross-entropy in training and in validation.
+    `rows` are those of the run's log."""
     curves = [(name, [(row["step"], row[key]) for row in rows if key in row])
               for key, name in (("ce", "training"), ("val_ce", "validation"))]
     style = dict(xlabel="step", ylabel="cross-entropy (nats per token)")
