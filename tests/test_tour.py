@@ -3,6 +3,7 @@
     python tests/test_tour.py       runs the notebook from top to bottom and writes its outputs
 """
 import copy
+import os
 import json
 import re
 import socket
@@ -22,8 +23,10 @@ PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?[/\\]+\w[\w.-]*[/\\]+\w")      # /
 def run(notebook):
     """Execute the notebook in the project's root. Nothing stays in it that differs from machine to machine: no times, no
     version of Python, and not the line that says which kernels run."""
-    nbclient.NotebookClient(notebook, timeout=1200, record_timing=False, kernel_name="python3",
-                            resources={"metadata": {"path": str(ROOT)}}).execute()
+    client = nbclient.NotebookClient(notebook, timeout=1200, record_timing=False, kernel_name="python3",
+                                     resources={"metadata": {"path": str(ROOT)}})
+    # lab.plot, which other tests import, chooses a backend that shows no picture in a notebook.
+    client.execute(env={name: value for name, value in os.environ.items() if name != "MPLBACKEND"})
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in code_cells(notebook):
         cell.metadata = nbformat.from_dict({})
