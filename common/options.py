@@ -266,8 +266,8 @@ def home(path) -> str:
     return full
 
 
-KINDS = {int: "int (less than 2^63)", float: "float (finite)", bool: "bool (true or false)",
-         str: "str (in YAML: in quotes)"}
+KINDS = {int: "an int (less than 2^63)", float: "a finite float", bool: "true or false",
+         str: "text without a zero byte (in YAML: in quotes)"}
 
 
 def typed_value(name, value, kind):
@@ -285,7 +285,7 @@ def typed_value(name, value, kind):
         if kind is str and text and "\0" not in value:      # no file name holds a zero byte
             return home(value) if name in PATHS else value
     shown = type(value).__name__ if isinstance(value, (list, dict)) else f"{value!r:.60}"
-    raise UserError(f"{name}: expected {KINDS.get(kind, kind)}, got {shown}")
+    raise UserError(f"{name} must be {KINDS.get(kind, kind)}, and not {shown}")
 
 
 class Loader(yaml.SafeLoader):

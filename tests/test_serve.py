@@ -196,9 +196,9 @@ def test_a_slot_forgets():
 BAD = {
     b"{": "not a JSON object", b"[" * 100_000: "not a JSON object", b"[1]": "not a JSON object",
     b"{}": "the prompt is empty", b'{"prompt": "\\ud800"}': "is not valid Unicode text",
-    b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens: expected int",
+    b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens must be an int",
     b'{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be at least 1",
-    b'{"prompt": "a", "max_new_tokens": 1%s}' % (b"0" * 400): "max_new_tokens: expected int",
+    b'{"prompt": "a", "max_new_tokens": 1%s}' % (b"0" * 400): "max_new_tokens must be an int",
     b'{"prompt": "a", "temperature": 1}': "unknown option 'temperature': the options are prompt, max_new",
     b'{"prompt": "%s"}' % (b"a" * 64): "64 tokens leave no room for an answer: block_size=64"}
 

@@ -332,7 +332,7 @@ def test_with_a_notebooks_settings(tmp_path, data_dir):
 
 
 @pytest.mark.parametrize("environment, told", [
-    ("RANK=1", "start with torchrun"), ("RANK=-1", "start with torchrun"), ("WORLD_SIZE=", "WORLD_SIZE: expected int"),
+    ("RANK=1", "start with torchrun"), ("RANK=-1", "start with torchrun"), ("WORLD_SIZE=", "WORLD_SIZE must be an int"),
     ("WORLD_SIZE=2", "do not meet"), ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x", "do not meet")])
 def test_a_half_set_distributed_environment(environment, told, tmp_path, data_dir, monkeypatch):
     for word in environment.split():
