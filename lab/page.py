@@ -159,8 +159,8 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
         check_prompts(prompts, run.vocab_size)
         count, size = len(prompts) * self.n, max(map(len, prompts)) + self.max_tokens
         if count > 128 or size > run.max_len:
-            raise UserError(f"{count} texts of up to {size} tokens: the server takes at most 128, "
-                            f"the model's context {run.max_len} tokens")
+            raise UserError(f"{count} texts of up to {size} tokens are too many: the server takes "
+                            f"at most 128 texts, and the model's context {run.max_len} tokens")
         how, reason = (self.temperature, 0, self.top_p), None if self.max_tokens else "length"
         randoms = [serve.generator(self.seed % (1 << 64), i, run.device) for i in range(count)]
         return [serve.Request(prompts[i // self.n], self.max_tokens, client, how, random,
@@ -224,7 +224,7 @@ def main(argv):
     for path in paths:
         name = (HERE.cwd() / path).name         # also of the path "."
         if name in runs:
-            raise UserError(f"two runs are named {name}")
+            raise UserError(f"two runs are named {name}: each needs a name of its own")
         model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
         routed = serve.adapter_of(model).routed and len(paths) > 1
         rule = () if routed else (cfg.exit, cfg.fill)
