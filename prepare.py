@@ -435,7 +435,7 @@ def write_dataset(folder, cfg) -> dict:
                       "sha256": sha256_of(path)} for split, path in paths.items()}
     if min(of["tokens"] for of in splits.values()) < 2:
         raise UserError(f"{cfg.dataset} is empty or too short: {corpus.count} documents of UTF-8 "
-                        f"text, {corpus.skipped} others, a split would hold fewer than 2 tokens")
+                        f"text, {corpus.skipped} others; a split would hold fewer than 2 tokens")
     meta = {**settings(cfg), "vocab_size": tokenizer.vocab_size,
             "dtype": dtype.name, "eot": tokenizer.eot, "splits": splits, "skipped": corpus.skipped,
             **more, "source": source, "tokenizer": tokenizer.to_dict()}

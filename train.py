@@ -391,7 +391,7 @@ def to_device(x, run):
 
 NEW_LOG = "log.new.jsonl"
 OURS = re.compile(r"(ckpt|pending|best|step_[0-9]+)\.pt|log(\.new)?\.jsonl|curves\.png")
-KEPT = "what was saved is kept"                                 # the end of error messages
+KEPT = "and what was saved is kept"                             # the end of error messages
 COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
 # Validation losses can be compared if all of these are the same.
 MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "block_size",
@@ -409,7 +409,7 @@ def save_and_evaluate(run):
     if not {"val_ce", "val_ce_estimate"} & result.keys():
         if run.procs.master:
             (run.folder / "pending.pt").unlink()
-        raise UserError(f"val_ce is {ce} at step {run.step}: stopped, {KEPT}")
+        raise UserError(f"val_ce is {ce} at step {run.step}: the run stops, {KEPT}")
     commit(run)
     best = ce < run.best_ce
     run.evaluated, run.best_ce = run.step, min(run.best_ce, ce)
@@ -425,7 +425,7 @@ def save(run, name):
     saved = state(run)                          # all processes take part, if weights are sharded
     with run.procs.together():
         if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):
-            raise UserError(f"a weight is not finite at step {run.step}: stopped, {KEPT}")
+            raise UserError(f"a weight is not finite at step {run.step}: the run stops, {KEPT}")
         if run.procs.master:
             save_checkpoint(run.folder / name, saved)
 
@@ -778,8 +778,8 @@ def clip_and_check(run, logged, stop):
     logged = dict(zip(logged, values), grad_norm=float(norm))
     for key in ("ce", "grad_norm"):
         if not math.isfinite(logged[key]):
-            raise UserError(f"{key} is {logged[key]} at step {run.step}: stopped before the "
-                            f"update, {KEPT}")
+            raise UserError(f"{key} is {logged[key]} at step {run.step}: the run stops before "
+                            f"the update, {KEPT}")
     return logged, asked > 0
 
 

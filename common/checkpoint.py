@@ -120,7 +120,7 @@ def build_model(ckpt, **overrides):
     module = model_module(ckpt["model"])
     values = {**ckpt["model_config"], **overrides}
     for name in sorted(values.keys() - names(module.Config)):
-        raise UserError(f"{name}={values[name]}: model={ckpt['model']} has no such option")
+        raise UserError(f"{name}={values[name]} is no option of model={ckpt['model']}")
     try:
         model = module.Model(module.Config(**values))
         if "converts" in ckpt:                  # the weights are another model's

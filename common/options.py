@@ -156,7 +156,7 @@ def split_args(argv, least=0, most=0):
     if most is not None and len(paths) > most:
         raise UserError(f"argument {paths[most]!r} is not of the form option=value")
     if len(paths) < least:
-        raise UserError("give one run folder or checkpoint: out/NAME [option=value ...]")
+        raise UserError("the command needs a run folder or checkpoint: out/NAME [option=value ...]")
     return paths, given
 
 
@@ -331,7 +331,7 @@ def model_module(name):
         sys.path.append(EXPERIMENTS)
     if not name.isidentifier() or importlib.util.find_spec(f"model_{name}") is None:
         found = sorted(p.stem.removeprefix("model_") for p in HERE.glob("model_*.py"))
-        raise UserError(f"model={name} is unknown: {', '.join(found)}")
+        raise UserError(f"model={name} is unknown: the models are {', '.join(found)}")
     module = importlib.import_module(f"model_{name}")
     config, needs = getattr(module, "Config", None), {"block_size", "vocab_size"}
     if not (isinstance(config, type) and is_dataclass(config) and needs <= {*names(config)}
@@ -349,8 +349,8 @@ def check_name(name, what="name") -> str:
     """Return the name of a data set or run. UserError if it has a separator or a leading dot, so
     that it cannot leave its folder."""
     if not NAME.fullmatch(name) or len(name) > 200:
-        raise UserError(f"{what} {name!r:.60} is not allowed: letters, digits and . _ + - "
-                        "(200 at most), a letter or digit first")
+        raise UserError(f"{what} {name!r:.60} is not allowed: it may have up to 200 letters, "
+                        "digits and . _ + -, and must begin with a letter or digit")
     return name
 
 
@@ -585,8 +585,8 @@ def checked(values, given, ckpt):
         raise UserError("max_flops sets max_steps: give one of the two")
     for name, old in ckpt["model_config"].items() if ckpt else ():
         if getattr(model, name) != old and name not in not_in_weights(ckpt):
-            raise UserError(f"{name}={getattr(model, name)}, but the checkpoint's model has "
-                            f"{name}={old}")
+            raise UserError(f"{name}={getattr(model, name)} does not fit the checkpoint, whose "
+                            f"model has {name}={old}")
     if cfg.resume != "true" and not cfg.eval_only and not Path(cfg.config).exists():
         note(f"there is no {cfg.config}: this is dataset={cfg.dataset} tokenizer={cfg.tokenizer} "
              f"optimizer={cfg.optimizer} max_steps={cfg.max_steps}, and other options that are not "
@@ -608,7 +608,8 @@ def config_file(given):
 def check_same_model(name, ckpt):
     """UserError if the checkpoint holds another model."""
     if name != ckpt["model"]:
-        raise UserError(f"model={name}, but the checkpoint holds model={ckpt['model']}")
+        raise UserError(f"model={name} does not fit the checkpoint, which holds "
+                        f"model={ckpt['model']}")
 
 
 def as_weights_of(name, ckpt):

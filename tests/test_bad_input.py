@@ -57,20 +57,20 @@ TRAIN = [
     (["vocab_size=100"], "vocab_size=100 is less than the data's 257"),
     (["beta2=1"], "beta2=1.0 must be at least 0 and at most 0.99999"),
     (["compile=maybe"], "compile=maybe must be one of"), (["device=tpu9"], "device=tpu9 is not on this machine"),
-    (["model=nothing"], "model=nothing is unknown: "), (["run=../escape"], "run '../escape' is not allowed"),
+    (["model=nothing"], "model=nothing is unknown: the models are gpt, "), (["run=../escape"], "run '../escape' is not allowed"),
     (["fsdp=true"], "needs several processes: torchrun"),
     (["out_dir=afile"], "afile/fresh: Not a directory"), (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
     # resuming and other checkpoints
     (["run=r"], "holds a checkpoint: resume=true goes on from it"),
     (["resume=true", "run=never"], "never/ckpt.pt: No such file"),
-    (["resume=true", "run=r", "n_embd=32"], "n_embd=32, but the checkpoint's model has n_embd=16"),
+    (["resume=true", "run=r", "n_embd=32"], "n_embd=32 does not fit the checkpoint, whose model has n_embd=16"),
     (["resume=true", "run=r", "optimizer=muon"], "another optimizer"),
     (["dataset=othertokenizer", "resume=true", "run=r"], "was trained with tokenizer byte"),
     (["resume=true", "run=badstate"], "the checkpoint does not fit"),
     (["resume=true", "run=pipe"], "pipe/ckpt.pt: it is not a regular file"),
     (["init_from=folder"], "its config.json"),
     (["init_from=./nowhere"], "init_from=./nowhere: ./nowhere is neither a folder nor a hub name"),
-    (["model=rat", "init_from=out/r"], "model=rat, but the checkpoint holds model=gpt"),
+    (["model=rat", "init_from=out/r"], "model=rat does not fit the checkpoint, which holds model=gpt"),
     (["teacher=out/r", "block_size=32"], "teacher=out/r has vocab_size=257 and takes 16 tokens"),
     # data sets and tasks
     (["dataset=shakespeare"], "python prepare.py dataset=shakespeare tokenizer=byte"),
@@ -94,10 +94,10 @@ TRAIN = [
     *((["%s=1000000000000" % size], "not enough memory: ") for size in ("n_embd", "batch_size", "gradient_accumulation_steps")),
 ]
 SAMPLE = [
-    ([], "give one run folder or checkpoint"), (["x" * 300], "File name too long"),
+    ([], "the command needs a run folder or checkpoint"), (["x" * 300], "File name too long"),
     (["out/r", "prompt="], "the prompt is empty"), (["out/r", "prompt=FILE:latin.txt"], "latin.txt is not UTF-8"),
     (["out/r", "prompt=FILE:missing.txt"], "missing.txt cannot be read"),
-    (["out/r", "prefill=exact"], "prefill=exact: model=gpt has no such option"),
+    (["out/r", "prefill=exact"], "prefill=exact is no option of model=gpt"),
     (["out/r", "dtype=float16"], "dtype=float16 must be one of: auto, float32, bfloat16"),
 ]
 BENCH = [
@@ -109,7 +109,7 @@ BENCH = [
     (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 EVAL = [
-    (["out/r", "prefill=exact"], "prefill=exact: model=gpt has no such option"),
+    (["out/r", "prefill=exact"], "prefill=exact is no option of model=gpt"),
     (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
     (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
     (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "task:s3 is no text"),

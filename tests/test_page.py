@@ -300,7 +300,7 @@ def test_a_stream_that_is_cut_is_an_error(folders):
 # ---- the program ----
 
 @pytest.mark.parametrize("argv, message", [
-    ("", "give one run folder or checkpoint"), ("{0}/mor {0}/mor", "two runs are named mor"),
+    ("", "the command needs a run folder or checkpoint"), ("{0}/mor {0}/mor", "two runs are named mor"),
     ("{0}/mor host=", "host= is empty"), ("{0}/mor dtype=float16", "dtype=float16 must be one of")])
 def test_what_is_refused(argv, message, folders, monkeypatch):
     monkeypatch.setattr(page, "runs", {})

@@ -380,14 +380,14 @@ def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir, capsys):
 def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, monkeypatch):
     trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "eval_interval=2"))
     trainer.model.wte.weight.register_hook(lambda g: g * (math.nan if trainer.step == 3 else 1))
-    with pytest.raises(UserError, match="grad_norm is nan at step 3: stopped before the update"):
+    with pytest.raises(UserError, match="grad_norm is nan at step 3: the run stops before the update"):
         train.train(trainer)
     assert trainer.step == 3 and checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == 2
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": 1.0 if run.step < 4 else math.nan})
     argv = runs.arguments("gpt", tmp_path / "b", data_dir, "eval_interval=2")
     for more in [], ["resume=true"]:            # resuming does not go on from the state that was evaluated
-        with pytest.raises(UserError, match="val_ce is nan at step 4: stopped, what was saved is kept"):
+        with pytest.raises(UserError, match="val_ce is nan at step 4: the run stops, and what was saved is kept"):
             train.train(trainer := train.setup([*argv, *more]))
         assert checkpoint.load_checkpoint(checkpoint.newest(trainer.folder))["step"] == 2
     trainer.model.wte.weight.data[0] = math.nan
@@ -695,7 +695,7 @@ def test_every_process_stops_at_a_nan_in_one(tmp_path, data_dir):
     (tmp_path / "poisoned.py").write_text(NAN_AT_3)
     argv = runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2", "eval_interval=2", "overwrite=true")
     p = python(*TORCHRUN, tmp_path / "poisoned.py", *argv, PYTHONPATH=str(ROOT))
-    assert p.returncode != 0 and p.stderr.count("error: ce is nan at step 3: stopped before the update") == 1
+    assert p.returncode != 0 and p.stderr.count("error: ce is nan at step 3: the run stops before the update") == 1
     assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
 
 
