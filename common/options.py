@@ -472,14 +472,14 @@ class TrainConfig(Options):
     data_dir: str = "data"  # where prepared data sets are
     task_examples: int = 0  # fixed examples of a task (0: its own number)
     batch_size: int = 12  # sequences in one forward pass (a micro-batch)
-    gradient_accumulation_steps: int = 1  # micro-batches of a step, over all processes
+    gradient_accumulation_steps: int = 1  # micro-batches of a step, of all processes together
     # optimization
     max_steps: int = 2000  # optimizer steps
     max_flops: float = 0.0  # FLOPs of training; sets max_steps (0: no limit)
     optimizer: str = choice("adamw", "muon")  # muon: for the blocks' matrices only
     learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: see common/optim.py)
     muon_learning_rate: float = 0.02  # Muon's peak
-    muon_momentum_steps: int = 0  # steps in which Muon's momentum rises from 0.85 (0: it is 0.95)
+    muon_momentum_steps: int = 0  # steps of Muon's momentum from 0.85 to 0.95 (0: always 0.95)
     weight_decay: float = 0.1  # on matrices and embeddings (lrt with muon: on matrices)
     decay_schedule: str = choice("constant", "linear")  # of weight_decay; linear: falls to 0
     beta1: float = 0.9  # AdamW (lrt with muon: its own)
@@ -493,7 +493,7 @@ class TrainConfig(Options):
     eval_interval: int = 250  # steps between evaluations and checkpoints
     keep_interval: int = 0  # steps between checkpoints step_N.pt that are kept (0: none)
     eval_batches: int = 40  # micro-batches of an evaluation (0: all)
-    exact_batches: int = 0  # how many of these lrt evaluates by its exact, slow chain (0: all)
+    exact_batches: int = 0  # of eval_batches, how many lrt's exact, slow chain takes (0: all)
     log_interval: int = 10  # steps between lines in log.jsonl
     sample_prompt: str = ""  # text that the sample at the end continues (default: val's beginning)
     sample_tokens: int = 256  # length of the sample in tokens (0: no sample)

@@ -12,9 +12,9 @@ ratios of README.md and lab/RESULTS.md come from here.
 A model's options are those of train.py, and its sizes start from configs/<model>_tiny.yaml as in
 train.py. As there, compile= decides whether training is compiled or replayed as a CUDA graph. The
 ways that come after it in the order compiled, graph, eager are measured too. Decoding goes through
-graphs.decoder, as in sample.py. batch_size= and optimizer= hold too, but other options of training
-have no effect, because a step is one micro-batch and dtype is auto. The options of our tables are
-in lab/experiments/speed.yaml, and those of the papers' sizes are in gpu_speed.yaml.
+graphs.decoder, as in sample.py. device=, batch_size= and optimizer= hold too, but other options of
+training have no effect, because a step is one micro-batch and dtype is auto. The options of our
+tables are in lab/experiments/speed.yaml, and those of the papers' sizes are in gpu_speed.yaml.
 
 Each line names the measurement, its way, and a case. Then come these numbers:
     ms          the time of a step, the median over rounds
