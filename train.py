@@ -105,7 +105,8 @@ def setup(argv):
             check_tokenizer(ckpt, batches.train, cfg.init_from or cfg.folder)
         fit_to_data(cfg, given, batches)
         model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size).to(procs.device)
-        set_budget(cfg, model, *((ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()))
+        spent = (ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()
+        set_budget(cfg, model, *spent)
         teacher = load_teacher(cfg, model, batches.train)
     if cfg.fsdp:
         shard(model, blocks_of(model), procs.device, procs.world)
