@@ -5,6 +5,8 @@ the tasks of lm-evaluation-harness (the package lm_eval).
     python -m lab.eval out/gpt_tiny/best.pt               all validation text of the run
     python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
     python -m lab.eval out/mor_tiny exit_loop=2           at most 2 recursions
+    python -m lab.eval out/task_s3 lengths=1,2,4,8 batch_size=64
+                                                          a synthetic task, also longer examples
     python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks, which may run code of their own
     python -m lab.eval out/rt_tiny tasks=rt               a paper's tasks: rt, relaxed, mor or rat
     python -m lab.eval help                               every option with its meaning
@@ -20,9 +22,13 @@ that all lengths predict the same tokens.
 occurs in the train text of the same data set. `clean` has the losses on the windows without such
 tokens. Its bits per byte count these windows' own bytes.
 
-A task with choices has gold_ce, the cross-entropy of the right answer in nats. It is minus the
-log-likelihood of the answer after the question. prefill=interleaved scores lrt by its training
-estimate of the memories, which is about ten times as fast as the exact chain, and not equal to it.
+A synthetic task (common/tasks.py) has the fractions of scored tokens and of examples that are
+right, as in training. Longer contexts are longer examples, and each length has 1,280 of its own.
+
+A task of lm_eval with choices has gold_ce, the cross-entropy of the right answer in nats. It is
+minus the log-likelihood of the answer after the question. prefill=interleaved scores lrt by its
+training estimate of the memories, which is about ten times as fast as the exact chain, and not
+equal to it.
 """
 import copy
 import json
@@ -41,6 +47,7 @@ from common.data import Windows, bits_per_byte, is_task, open_data, repeated
 from common.device import autocast, pick_device
 from common.options import (Options, UserError, choice, first_line, need, run_cli, split_args,
                             typed_config)
+from common.tasks import TaskBatches, count_right
 from common.tokenizer import load_tokenizer
 from sample import check_finite
 
@@ -48,7 +55,7 @@ from sample import check_finite
 @dataclass
 class EvalConfig(Options):
     lengths: str = "1"       # context lengths in units of the trained length, such as 1,2,4
-    batches: int = 0         # number of batches, spread evenly over the text (0: all of the text)
+    batches: int = 0         # number of batches, spread evenly over the data (0: all of it)
     batch_size: int = 1      # sequences of the trained length in a batch (default: the run's)
     dataset: str = ""        # a data set with the run's tokenizer (default: the run's)
     data_dir: str = ""       # where that data set is (default: the run's)
@@ -143,11 +150,8 @@ def router_scores(model, inputs):
 
 def evaluate_text(model, run, cfg, ckpt):
     """Return what the JSON object says of a text."""
-    length, limit = ckpt["model_config"]["block_size"], model.context_limit  # length: as trained
+    length = ckpt["model_config"]["block_size"]     # as trained
     longest = cfg.units[-1] * length
-    if limit and longest > limit:
-        raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
-                        f"that this model reads (block_size={limit})")
     splits = open_data(run)
     check_tokenizer(ckpt, data := splits["val"], "the model")
     batches = Windows(data, max(1, cfg.batch_size // cfg.units[-1]), longest)
@@ -169,6 +173,29 @@ def evaluate_text(model, run, cfg, ckpt):
     if getattr(model.cfg, "router", "") == "expert":
         result["scores"] = router_scores(model, inputs)
     return result
+
+
+# ---- synthetic tasks ----
+
+@torch.no_grad()
+def evaluate_task(model, run, cfg, ckpt):
+    """Return what the JSON object says of a synthetic task."""
+    found, device = {}, model.wte.weight.device
+    for k in cfg.units:
+        run.batch_size = max(1, cfg.batch_size // k)
+        batches, counts = TaskBatches(run, k * ckpt["model_config"]["block_size"]), []
+        check_tokenizer(ckpt, batches.val, "the model")
+        numbers = batches.val_batches(cfg.batches)
+        for part in tqdm(numbers, disable=None, leave=False, unit="batch"):
+            x, y = batches.cut(batches.val, part)
+            logits, _, aux = model(x.to(device), y.to(device))
+            check_finite(logits)
+            scored, right = int((y != -1).sum()), [int(n) for n in count_right(logits, y)]
+            counts.append((float(aux["ce"]) * scored, scored, len(y), *right))
+        nats, tokens, examples, right_tokens, right_examples = map(sum, zip(*counts))
+        found[str(k)] = {"ce": nats / tokens, "token_accuracy": right_tokens / tokens,
+                         "sequence_accuracy": right_examples / examples, "context": x.size(1)}
+    return {**found[str(cfg.units[0])], "lengths": found}
 
 
 # ---- the tasks of lm_eval ----
@@ -282,14 +309,19 @@ def gold_ce(task, samples):
 
 # ---- the command ----
 
+def check_context(model, cfg, ckpt):
+    """UserError if the longest context is more than the model reads."""
+    longest, limit = cfg.units[-1] * ckpt["model_config"]["block_size"], model.context_limit
+    if limit and longest > limit:
+        raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
+                        f"that this model reads (block_size={limit})")
+
+
 def main(argv):
     (path,), given = split_args(argv, least=1, most=1)
     ckpt = load_checkpoint(path)
     of_run = {key: ckpt["config"][key] for key in ("batch_size", "dataset", "data_dir")}
     cfg = typed_config(EvalConfig, {**of_run, **given})
-    if is_task(cfg.dataset):
-        raise UserError(f"dataset={cfg.dataset} is no text: train.py with eval_only=true tells how "
-                        f"many answers are right")
     of_model = "block_size", "exit_loop", "prefill"
     changed = {key: getattr(cfg, key) for key in of_model if given.get(key)}
     device = pick_device(cfg.device)
@@ -297,8 +329,12 @@ def main(argv):
     run = SimpleNamespace(**{**ckpt["config"], "dataset": cfg.dataset, "data_dir": cfg.data_dir})
     tokenizer = load_tokenizer(ckpt["tokenizer"])
     with autocast(run, device):
-        result = (evaluate_tasks(model, tokenizer, cfg) if cfg.tasks else
-                  evaluate_text(model, run, cfg, ckpt))
+        if cfg.tasks:
+            result = evaluate_tasks(model, tokenizer, cfg)
+        else:
+            check_context(model, cfg, ckpt)
+            evaluate = evaluate_task if is_task(cfg.dataset) else evaluate_text
+            result = evaluate(model, run, cfg, ckpt)
     print(json.dumps({"model": ckpt["model"], "step": ckpt["step"], **result}, indent=2))
 
 

@@ -112,7 +112,8 @@ EVAL = [
     (["out/r", "prefill=exact"], "prefill=exact is no option of model=gpt"),
     (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
     (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
-    (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "task:s3 is no text"),
+    (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "which is not the one of the data set (task, 6"),
+    (["out/r", "dataset=task:s4"], "dataset=task:s4 is unknown: the tasks are"),
 ]
 SERVE = [
     (["requests="], "give requests=FILE"), (["requests=no.jsonl"], "no.jsonl cannot be read: No such"),

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from lab import eval as evaluation
 from lab.eval import EvalConfig, HarnessModel, evaluate_tasks
 import runs
-from common.checkpoint import load_run
+from common.checkpoint import load_run, read_log
 from common.options import UserError
 from conftest import MODELS, tiny
 from common.data import TextBatches, load_data
 from common.options import TrainConfig
+from common.tasks import TaskBatches
 from sample import stream
 from test_gpt import saved_llama
 from test_prepare import EOT, ids_of, llama2, make, smollm, write_model
@@ -72,6 +73,26 @@ def test_all_lengths_predict_the_same_tokens(run, data_dir):
         got = found["lengths"][str(k)]
         assert got["ce"] == pytest.approx(want.mean().item(), rel=1e-6) and got["context"] == 24 * k
     assert got["positions"]["64-95"] == pytest.approx(want[64:].mean().item(), rel=1e-6)
+
+
+def test_a_synthetic_task_is_scored_at_longer_lengths(tmp_path, data_dir):
+    run = runs.run("lrt", tmp_path, data_dir, "dataset=task:recall", "tokenizer=byte", "block_size=8", "max_steps=30",
+                   "learning_rate=1e-2", "batch_size=16", "eval_batches=0", "exact_batches=0")
+    found = evaluate(run.folder, "lengths=1,2", "block_size=16")
+    last = read_log(run.folder / "log.jsonl")[-1]
+    for name in ("ce", "token_accuracy", "sequence_accuracy"):  # as train.py has them
+        assert found[name] == found["lengths"]["1"][name] == pytest.approx(last[f"val_{name}"], rel=1e-5)
+    model, longer = load_run(run.folder, block_size=16)[0], found["lengths"]["2"]
+    x, y = TaskBatches(TrainConfig(dataset="task:recall"), 16).val.examples
+    with torch.no_grad():
+        logits = model(x)[0]
+    right = (logits.argmax(-1) == y)[y != -1]
+    assert longer["token_accuracy"] == right.double().mean().item() and 0 < right.double().mean() < 1
+    all_right = ((logits.argmax(-1) == y) | (y == -1)).all(1).double().mean()
+    assert longer["sequence_accuracy"] == all_right and longer["context"] == 16
+    assert longer["ce"] == pytest.approx(F.cross_entropy(logits.mT, y, ignore_index=-1).item(), rel=1e-5)
+    with pytest.raises(UserError, match="16 tokens are more than the 8 that this model reads"):
+        evaluate(run.folder, "lengths=2")
 
 
 def test_what_is_repeated_from_train_is_told_apart(tmp_path):
