@@ -75,9 +75,12 @@ class Experiment:
     A column is `text`, `options` (those of the row), or the name of a value and its format, such as
     `val_bpb .3f`. With ` against ROW` behind the format, a column is the difference to that row.
     The values are those of the log's last line and last evaluation (flops, val_bpb), of lab.eval
-    (NAME.bpb), and of `bench.py runs` (speed.train_ms). The axes of a picture are such names too,
-    or those of the log of training steps (curves.flops), or bins, the middles of the tenths from 0
-    to 1 for a list of ten numbers of lab.eval."""
+    (NAME.bpb), and of `bench.py runs` (speed.train_ms).
+
+    The axes of a picture are such names too, or those of the log of training steps (curves.flops),
+    or bins, the middles of the tenths from 0 to 1 for a list of ten numbers of lab.eval. A star in
+    a name stands for all names in its place (NAME.lengths.*.bpb). A panel with `of` has the rows
+    whose labels begin with it."""
     name: str
     title: str
     tier: str                   # quick | cpu | gpu
@@ -97,6 +100,8 @@ class Experiment:
             row = self.rows[label] = own | (row if isinstance(row, dict) else {"options": row})
             if unknown := row.keys() - {*own, *self.columns}:
                 raise ValueError(f"{label} has an unknown field {min(unknown)!r}")
+            if row["seeds"] not in range(1, max(QUANTILES) + 1):
+                raise ValueError(f"seeds of {label} must be from 1 to {max(QUANTILES)}")
         for what in self.columns.values():
             if AGAINST in what and what.partition(AGAINST)[2] not in self.rows:
                 raise ValueError(f"column {what!r} is against no row")
@@ -413,10 +418,15 @@ def cpu_model():
 # ---- tables and pictures ----
 
 def look_up(result, name):
-    """Return the value of a dotted name, such as half.bpb, or None if the result has none."""
-    for part in name.split("."):
-        result = result.get(part) if isinstance(result, dict) else None
-    return result
+    """Return the value of a dotted name, such as half.bpb, or None if the result has none. With a
+    star, as in at.lengths.*.bpb, it is the list of the values that all names in its place give."""
+    first, _, rest = name.partition(".")
+    if not isinstance(result, dict):
+        return None
+    if first == "*":
+        return [look_up(value, rest) for value in result.values()]
+    value = result.get(first)
+    return look_up(value, rest) if rest else value
 
 
 def cell(results, what):
@@ -473,10 +483,12 @@ def how_made(experiment, lines):
     return f"`python -m lab.reproduce {experiment.name}`: {'; '.join(said)}"
 
 
-def panel_of(rows, x, y, **style):
-    """Return a panel as lab.plot draws it. A row is a point, or a curve if its values are lists.
-    Both are means over its seeds."""
+def panel_of(rows, x, y, of="", **style):
+    """Return a panel as lab.plot draws it. It has the rows whose label begins with `of`, under the
+    rest of the label. A row is a point, or a curve if its values are lists. Both are means over its
+    seeds."""
     curves, listed = [], lambda value: value if isinstance(value, list) else [value]
+    rows = {label.removeprefix(of): v for label, v in rows.items() if label.startswith(of)}
     for label, results in rows.items():
         pairs = [(look_up(result, x), look_up(result, y)) for result in results]
         pairs = [map(listed, pair) for pair in pairs if None not in pair]

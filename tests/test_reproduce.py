@@ -240,6 +240,17 @@ def test_cells_show_mean_and_deviation_over_the_seeds():
     assert reproduce.cell(results, "n ,.0f") == "3" and reproduce.cell(results, "missing .2f") == ""
 
 
+def test_a_panel_has_the_curves_of_its_rows():
+    """A star gives a list, which is a curve over the names in its place, and its points are means over the seeds."""
+    of = lambda a, b: {"at": {"lengths": {"1": {"n": 8, "right": a}, "2": {"n": 16, "right": b}}}}
+    rows = {"S3, RT": [of(1.0, 0.5), of(0.5, 0.25)], "copying, RT": [of(0.0, 0.0)], "S3, none": [{"at": {}}, {}]}
+    x, y = "at.lengths.*.n", "at.lengths.*.right"
+    assert reproduce.look_up(rows["S3, none"][0], y) is None and reproduce.look_up({"a": {}}, "a.*.n") == []
+    style, curves = reproduce.panel_of(rows, x, y, of="S3, ", xscale="log")
+    assert curves == [("RT", [(8, 0.75), (16, 0.375)])] and style == {"xlabel": x, "ylabel": y, "xscale": "log"}
+    assert [name for name, _ in reproduce.panel_of(rows, x, y)[1]] == ["S3, RT", "copying, RT"]
+
+
 def test_paired_differences_and_their_intervals(monkeypatch, capsys):
     """Runs are paired by their seeds. 2 +- 4.3027 / sqrt(3) is the interval of 1, 2 and 3; QUANTILES against the t
     distribution's integral. What includes 0, or 1 for ratios, is a tie; two seeds have no interval."""
@@ -264,6 +275,8 @@ def test_paired_differences_and_their_intervals(monkeypatch, capsys):
     for line in ("val_bpb: a above b: 3.67 (2.23 to 5.10)", "val_bpb: a above c: 6.00 (1 seed)",
                  "speed.ms: a takes 2.211 (1.303 to 3.119) times b", "speed.ms: b takes 0.461 (0.256 to 0.667) times a"):
         assert line in printed
+    with pytest.raises(ValueError, match="seeds of a must be from 1 to 9"):
+        reproduce.Experiment("mine", "a trial", "cpu", rows={"a": ""}, seeds=10)
     with pytest.raises(ValueError, match="against no row"):
         reproduce.Experiment("mine", "a trial", "cpu", rows={"a": ""}, columns={"to b": "val_bpb .2f against b"})
 
