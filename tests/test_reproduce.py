@@ -288,6 +288,7 @@ def test_paired_differences_and_their_intervals(monkeypatch, capsys):
     ("shift", dict(shift="layer"), lambda m: [m.gamma.data.zero_(), m.rec.wk.weight.data.zero_(),
                                               m.rec.wv.weight.data.zero_()], "model_lrt"),
     ("inject", {}, lambda m: m.blocks[0].gamma.data.zero_(), "model_relaxed"),
+    ("canon", {}, lambda m: [p.data.zero_() for n, p in m.named_parameters() if "canon" in n], "model_lrt"),
     ("inside", {}, lambda m: [block.attn.w_gate.weight.data.zero_() for block in m.blocks], "model_lrt")])  # g_loc = 1
 def test_a_control_is_its_model_but_for_one_thing(name, keys, off, is_base):
     """If that thing is switched off, the control computes what its base does. Otherwise it computes other values, which
@@ -307,3 +308,33 @@ def test_a_control_is_its_model_but_for_one_thing(name, keys, off, is_base):
     off(model)
     plain.load_state_dict(model.state_dict(), strict=False)
     assert (model(idx)[0] - plain(idx)[0]).abs().max() < 1e-10
+
+
+def test_a_refresh_gives_keys_and_values_of_the_newest_memories():
+    """In one layer with inject=kv, u does not depend on the memory. Then keys and values that are refreshed are those of a
+    pass over all positions that reads the newest memories. With one subset there is nothing to refresh."""
+    refresh, lrt = importlib.import_module("model_refresh"), importlib.import_module("model_lrt")
+    sizes = dict(block_size=10, vocab_size=11, n_head=2, n_embd=8, swa=3)
+    cfg = refresh.Config(**sizes, n_layer=1, source=1, inject="kv", subsets=3)
+    model = move(refresh.Model(cfg).double(), 0.5)
+    tokens = model.embed(torch.randint(11, (2, 10)))
+    zero = torch.zeros_like(tokens.x0[:, :1])
+    wanted_x, m = lrt.run(model, lrt.Context(model, tokens, zero, {}))
+    for s in range(3):
+        x, new_m = lrt.run(model, lrt.Context(model, tokens, lrt.shifted(m, zero), {}))
+        wanted_x, m = (torch.slice_scatter(old, new[:, s::3], 1, s, 10, 3) for old, new in ((wanted_x, x), (m, new_m)))
+    found_x, _, found_m, _ = refresh.interleaved(model, tokens)
+    assert max((found_x - wanted_x).abs().max(), (found_m - m).abs().max()) < 1e-10
+    assert (lrt.interleaved(model, tokens)[0] - wanted_x).abs().max() > 1e-3
+    idx, targets = torch.randint(11, (2, 2, 10))
+    for subsets, same in (1, True), (2, False):
+        cfg = refresh.Config(**sizes, n_layer=3, subsets=subsets)
+        model, plain = (move(of.Model(cfg).double(), 0.5).train() for of in (refresh, lrt))
+        plain.load_state_dict(model.state_dict())
+        losses = [of(idx, targets)[1] for of in (model, plain)]
+        assert (abs(losses[0] - losses[1]) < 1e-10) == same
+        grads = [torch.autograd.grad(loss, of.rec.wk.weight)[0] for loss, of in zip(losses, (model, plain))]
+        assert ((grads[0] - grads[1]).abs().max() < 1e-10) == same
+        estimates = [of.eval().estimate(idx, targets) for of in (model, plain)]
+        assert (abs(estimates[0] - estimates[1]) < 1e-10) == same
+        assert abs(model(idx, targets)[1] - plain(idx, targets)[1]) < 1e-10     # the exact chain
