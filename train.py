@@ -29,7 +29,6 @@ larger max_steps= rises again.
 """
 import bisect
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -48,7 +47,7 @@ import graphs
 from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_initial, load_start,
                                newest, read_log, save_checkpoint, sync_folder)
 from common.data import TextBatches, bits_per_byte, data_folder, is_task, open_data
-from common.device import Processes, device_name, gpu_peaks
+from common.device import Processes, compiles, device_name, gpu_peaks
 from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
                             help_text, lock, merge, model_module, note, replace_file, run_cli, say,
                             split_args)
@@ -259,8 +258,7 @@ def load_teacher(cfg, model, data):
 def prepare_forward(cfg, model, procs):
     """Return the model as training calls it: compiled if compile= says so, and data parallel if
     there are several processes."""
-    auto = procs.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
+    compiled = compiles(cfg, procs.device)
     if cfg.fsdp:
         torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
         for block in blocks_of(model) if compiled else ():

@@ -187,7 +187,8 @@ def check_tokenizer(ckpt, data, what):
     ours = data.tokenizer.to_dict()
     theirs = ckpt.get("tokenizer", ours)
     if "tokenizer" not in ckpt:
-        note(f"{what} does not say which tokenizer it needs; the data's is {data.tokenizer.kind}")
+        note(f"the tokenizer of {what} is not compared: it must be that of the data, "
+             f"{data.tokenizer.kind}")
     if theirs != ours:
         raise UserError(f"{what} was trained with tokenizer {theirs.get('kind')}, which is not the "
                         f"one of the data set ({data.tokenizer.kind}, {data.vocab_size} tokens)")

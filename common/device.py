@@ -4,6 +4,7 @@ computes products. The processes are those of a training run. Each process has a
 or a part of the CPU.
 """
 import contextlib
+import importlib.util
 import os
 import sys
 
@@ -72,6 +73,13 @@ def autocast(cfg, device):
     """Return the context of a forward pass, in which products have the type of precision."""
     enabled = precision(cfg, device) == "bfloat16"
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+
+
+def compiles(cfg, device):
+    """Return whether training calls torch.compile, as compile= says. auto does so on a CUDA GPU, if
+    triton is installed, which torch.compile needs there."""
+    auto = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return cfg.compile == "true" or cfg.compile == "auto" and auto
 
 
 class Processes:

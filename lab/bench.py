@@ -30,7 +30,6 @@ Options of lab.bench itself:
 import copy
 import ctypes
 import gc
-import importlib.util
 import itertools
 import json
 import os
@@ -54,7 +53,7 @@ import graphs
 import kernels
 from common.checkpoint import build_model, check_tokenizer, load_run, load_start
 from common.data import open_data
-from common.device import device_name, gpu_peaks, pick_device
+from common.device import compiles, device_name, gpu_peaks, pick_device
 from common.options import (Options, UserError, merge, model_module, names, run_cli, split_args,
                             typed_config)
 from common.optim import make_optimizers
@@ -262,9 +261,7 @@ def training_modes(cfg, device):
     """Return the ways in which training is measured, from compiled, graph and eager. Each way has
     ratios of its own. train.py takes the first way. compile=graph leaves out compiled, and
     compile=false leaves out both compiled and graph."""
-    auto = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    compiled = cfg.compile == "true" or cfg.compile == "auto" and auto
-    modes = ["compiled"] if compiled else []
+    modes = ["compiled"] if compiles(cfg, device) else []
     modes += ["graph"] if cfg.compile != "false" and recordable(device) else []
     return modes + ["eager"]
 

@@ -136,6 +136,9 @@ class Run:
             self.needs.append(earlier[other, seed])
             options = options.replace("{%s}" % other, f"out/{self.needs[-1].name}")
         self.options = split_args(options.split())[1]
+        if taken := {"out_dir", "run", "resume"} & self.options.keys():
+            raise UserError(f"{experiment.name}.yaml: {label} has {min(taken)}=, which the "
+                            f"reproduction sets")
         self.start = self.options.pop("from", "")   # the checkpoint that it goes on from
         self.arguments = [f"{name}={value}" for name, value in self.options.items()]
         options = " ".join(self.arguments)

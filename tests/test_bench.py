@@ -83,7 +83,7 @@ def test_cases_take_turns(capsys, monkeypatch):
     ("auto", "cpu", ["eager"]), ("auto", "cuda", ["compiled", "graph", "eager"]),
     ("true", "cpu", ["compiled", "eager"]), ("graph", "cuda", ["graph", "eager"]), ("false", "cuda", ["eager"])])
 def test_training_is_compiled_where_that_of_train_is(compile, device, modes, monkeypatch):
-    """Training is compiled where prepare_forward decides so. Then the calls go through the function that torch.compile
+    """Training is compiled where train.py compiles. Then the calls go through the function that torch.compile
     returns."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(bench, "recordable", lambda device: device.type == "cuda")

@@ -144,7 +144,7 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     for layers, same in (4, True), (5, False):          # the lost option was the default's; another value
         config.write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
         assert done(3, "{}") == [same, same]
-    for mistake, told in ("row: 5", "trial.yaml: .*row"), ("rows: {y: 'from={x}'}", "no row above"):
+    for mistake, told in ("row: 5", "trial.yaml: .*row"), ("rows: {y: 'from={x}'}", "no row above"), ("rows: {y: run=z}", "y has run="):
         with pytest.raises(UserError, match=told):
             plan(f"title: a\ntier: cpu\n{mistake}")
 
