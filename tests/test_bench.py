@@ -1,6 +1,5 @@
 """bench.py prints every line of every benchmark, at tiny sizes on a CPU. The tests also look at what is timed, and at
 the memory that is counted."""
-import importlib.util
 import json
 import re
 from functools import partial
@@ -85,7 +84,8 @@ def test_cases_take_turns(capsys, monkeypatch):
 def test_training_is_compiled_where_that_of_train_is(compile, device, modes, monkeypatch):
     """Training is compiled where train.py compiles. Then the calls go through the function that torch.compile
     returns."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    found = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: True))      # torch asks the real one
+    monkeypatch.setattr("common.device.importlib", found)
     monkeypatch.setattr(bench, "recordable", lambda device: device.type == "cuda")
     cfg, device, used = TrainConfig(compile=compile, batch_size=2), torch.device(device), []
     assert bench.training_modes(cfg, device) == modes
