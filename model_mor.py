@@ -53,8 +53,9 @@ This file differs from the paper or from the authors' code:
 - Attention is tied, too, as in the paper, and in their code since commit 82c97f2.
 - Weights start as model_gpt's.
 - kv=share. Here F_2 .. F_R make keys and values that nobody reads, which takes 1 % of a step.
-- Left out are random routers, shared keys with updates, and the capacity warm-up (which is off in
-  their code).
+- Left out are random routers and the capacity warm-up, which is off in their code. Left out is also
+  their third kind of keys and values, in which a recursion puts those of its tokens in the place of
+  these tokens' keys and values in F_1.
 - loop_warmup is not theirs. While training runs r < R recursions, those have the k_1 .. k_r that
   they have later, and evaluation runs all R. Token choice has no warm-up, because its depths could
   not be in balance.

@@ -208,7 +208,8 @@ def set_budget(cfg, model, step=0, flops=0.0):
     """Set max_steps if max_flops is given. UserError if it is less than one step. A resumed run
     has spent `flops` on its first steps, which may have been larger or smaller than those to
     come."""
-    # costs[r] is the FLOPs of a step in which r loops run. A model without loops counts as one.
+    # costs[r] is the FLOPs of a step in which r loops run. With loop_warmup the first steps run one
+    # loop, and loop_starts says when further ones begin. A model without loops counts as one loop.
     costs = [0.0]
     for loops in range(len(loop_starts(model.cfg, 1))):
         model.training_loops = loops + 1
