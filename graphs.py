@@ -53,6 +53,7 @@ class Graph:
     inputs of these shapes, so that its kernels are compiled."""
 
     def __init__(self, function, inputs, generators=()):
+        self.function = function  # A replay reads tensors that only the function may hold.
         grad = torch.is_grad_enabled()  # inference_mode(False) alone would turn gradients on
         with (torch.inference_mode(False), torch.set_grad_enabled(grad),
               torch.cuda.device_of(inputs[0])):

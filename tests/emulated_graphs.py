@@ -1,6 +1,8 @@
 """CUDA graphs without a GPU. A dispatch mode records which operators a function calls, and a replay calls them again on
-the same tensors, while Python does not run. As on a GPU, recording computes nothing, and the host reads nothing."""
+the same tensors, while Python does not run. As on a GPU, recording computes nothing, and the host reads nothing. A
+graph does not keep the memory from before that it reads, so that a replay fails if this memory was freed."""
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -33,6 +35,7 @@ def record(function, generators=()):
         outputs = function()
     for memory, held in recording.overwritten.values():
         memory.copy_(held)
+    recording.overwritten.clear()   # it would keep memory
     for memory in recording.allocated.values():
         memory.fill_(255)
     for generator, state in states:
@@ -59,15 +62,31 @@ class Recording(TorchDispatchMode):
         outputs = func(*args, **kwargs)
         inputs = memories((args, kwargs))
         self.allocated.update({a: memory for a, memory in memories(outputs).items() if a not in inputs})
-        self.calls.append((func, *tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs, tensors(outputs)))))
+        keep = lambda x: x.detach() if x.untyped_storage()._cdata in self.allocated else Borrowed(x)
+        self.calls.append((func, *tree_map_only(torch.Tensor, keep, (args, kwargs, tensors(outputs)))))
         return outputs
 
     @torch.inference_mode()
     def run(self):
-        for func, args, kwargs, outputs in self.calls:
+        for call in self.calls:
+            func, args, kwargs, outputs = tree_map_only(Borrowed, Borrowed.tensor, call)
             for old, new in zip(outputs, tensors(func(*args, **kwargs)), strict=True):
                 if old.data_ptr() != new.data_ptr():    # if they are equal, it is a view, which has its values already
                     old.copy_(new)
+
+
+class Borrowed:
+    """A tensor whose memory is from before, which this object does not keep."""
+
+    def __init__(self, x):
+        self.memory = StorageWeakRef(x.untyped_storage())
+        self.dtype, self.place = x.dtype, (x.storage_offset(), x.size(), x.stride())
+
+    def tensor(self):
+        memory = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        if memory is None:
+            raise RuntimeError("a replay reads memory that was freed")
+        return torch.empty(0, dtype=self.dtype).set_(memory, *self.place)
 
 
 class NoTransfers(TorchFunctionMode):
