@@ -125,8 +125,8 @@ def compare(cases, setup, device, rounds=None):
 
 def take_turns(calls, device, rounds):
     """Time the calls {name: Call} in turns. Return {name: list of seconds}, and {name: most bytes
-    in use during a call}, which is empty on a CPU. The bytes of the first call do not count,
-    because it may compile."""
+    in use during a call}, which is empty on a CPU. The bytes of rounds that warm up do not count,
+    because these may compile or record a graph."""
     wait = nothing if device.type == "cpu" else partial(torch.accelerator.synchronize, device)
     times, peaks = {name: [] for name in calls}, {}
     for n in range(rounds):
@@ -139,7 +139,7 @@ def take_turns(calls, device, rounds):
             call.run()
             wait()
             times[name].append(time.perf_counter() - start)
-            if device.type == "cuda" and n:
+            if device.type == "cuda" and n >= WARM_UP:
                 peaks[name] = max(peaks.get(name, 0), peak(device))
     return times, peaks
 
@@ -196,12 +196,20 @@ def peak(device, forget=False):
     if device.type == "cuda":
         if forget:
             torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + idle_in_graphs(device)
     if forget:
         ctypes.CDLL(None).malloc_trim(0)
         RESET_PEAK.write_text("5")
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
+
+
+def idle_in_graphs(device):
+    """Return the bytes that CUDA graphs keep for what they compute in between. torch does not count
+    these bytes as allocated, and a replay allocates nothing."""
+    return sum(segment["total_size"] - segment["allocated_size"]
+               for segment in torch.cuda.memory_snapshot()
+               if segment["device"] == device.index and segment["segment_pool_id"] != (0, 0))
 
 
 class Counting(TorchDispatchMode):

@@ -211,6 +211,16 @@ def test_peak_memory():
         assert n + 36 < bench.peak_memory(partial(setup, n), CPU) / 2 ** 20 < n + 48
 
 
+def test_memory_of_graphs(monkeypatch):
+    """On a GPU the peak counts what torch calls free in the pools of CUDA graphs, on this device. The pool (0, 0) belongs
+    to no graph."""
+    pools = [((0, 0), 0, 100, 10), ((0, 1), 0, 50, 20), ((0, 2), 1, 70, 0)]
+    names = "segment_pool_id", "device", "total_size", "allocated_size"
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [dict(zip(names, pool)) for pool in pools])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000)
+    assert bench.peak(torch.device("cuda", 0)) == 1030
+
+
 def test_what_decoding_runs():
     """A call decodes the last eight tokens, one after the other. The tokens before them are prefilled by prepare."""
     model, seen = tiny("gpt"), []
