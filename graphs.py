@@ -19,10 +19,13 @@ each replay writes to this tensor again.
 The project records the decode step of every model, the two passes of RT's wavefront and, with
 compile=graph, train.py's forward and backward pass.
 """
+import collections
 import importlib.util
+import weakref
 
 import torch
 
+FREE = collections.defaultdict(list)  # device -> streams whose graph is gone
 SEEN, GRAPHS = set(), {}  # keys that replay has met; key -> Graph, the last used at the end
 MOST = 8                  # replay keeps at most so many graphs, because each of them holds memory
 
@@ -39,11 +42,16 @@ def record(function, generators=()):
     Return its outputs, which hold no values yet, and a run(), each call of which runs the kernels
     and so fills the outputs. generators are the random number generators, beside torch's own, that
     the function draws from."""
-    graph = torch.cuda.CUDAGraph()
+    # Graphs that exist at the same time are recorded on different streams, because cuBLAS has one
+    # workspace for each stream, and torch frees it with the first of a stream's graphs. torch has
+    # 32 streams, which it hands out in turn.
+    graph, streams = torch.cuda.CUDAGraph(), FREE[torch.cuda.current_device()]
+    stream = streams.pop() if streams else torch.cuda.Stream()
+    weakref.finalize(graph, streams.append, stream)
     for generator in generators:
         graph.register_generator_state(generator)
     # thread_local allows other threads to call CUDA meanwhile.
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         outputs = function()
     return outputs, graph.replay
 

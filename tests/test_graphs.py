@@ -1,7 +1,10 @@
 """graphs.py replays a decode step as a graph, and it computes what an ordinary step computes. A step that could not be
 replayed is refused. On a CPU a dispatch mode stands for CUDA (emulated_graphs.py). With a GPU the same runs there, in
 float32 and bfloat16."""
+import collections
+import contextlib
 import inspect
+import itertools
 import textwrap
 
 import pytest
@@ -87,6 +90,24 @@ def test_text_is_the_same(name, options, recorded):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "recordable", lambda x: False)
         assert plain() == found
+
+
+def test_graphs_that_exist_have_streams_of_their_own(monkeypatch):
+    """The stream of a graph that is gone is used again. Plain objects stand for what CUDA has, with two streams in
+    turn."""
+    class Graph:
+        replay = lambda graph: None
+
+    used, pool = [], itertools.cycle("ab")
+    fakes = dict(CUDAGraph=Graph, Stream=lambda: next(pool), current_device=lambda: 0,
+                 graph=lambda graph, stream, capture_error_mode: used.append(stream) or contextlib.nullcontext())
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(graphs, "FREE", collections.defaultdict(list), raising=False)
+    stays, goes = (graphs.record(list) for _ in range(2))
+    del goes
+    graphs.record(list)
+    assert used == ["a", "b", "b"]
 
 
 @pytest.mark.gpu
