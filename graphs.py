@@ -20,6 +20,7 @@ The project records the decode step of every model, the two passes of RT's wavef
 compile=graph, train.py's forward and backward pass.
 """
 import collections
+import gc
 import importlib.util
 import weakref
 
@@ -50,9 +51,16 @@ def record(function, generators=()):
     weakref.finalize(graph, streams.append, stream)
     for generator in generators:
         graph.register_generator_state(generator)
-    # thread_local allows other threads to call CUDA meanwhile.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        outputs = function()
+    # Meanwhile Python collects no garbage, because that could destroy another graph, and CUDA does
+    # not allow this during a recording. thread_local allows other threads to call CUDA.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            outputs = function()
+    finally:
+        if collects:
+            gc.enable()
     return outputs, graph.replay
 
 

@@ -3,6 +3,7 @@ replayed is refused. On a CPU a dispatch mode stands for CUDA (emulated_graphs.p
 float32 and bfloat16."""
 import collections
 import contextlib
+import gc
 import inspect
 import itertools
 import textwrap
@@ -92,9 +93,10 @@ def test_text_is_the_same(name, options, recorded):
         assert plain() == found
 
 
-def test_graphs_that_exist_have_streams_of_their_own(monkeypatch):
-    """The stream of a graph that is gone is used again. Plain objects stand for what CUDA has, with two streams in
-    turn."""
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Let graphs.record run on plain objects in the place of what CUDA has. Returns the streams that it uses. CUDA hands
+    out two streams here, in turn."""
     class Graph:
         replay = lambda graph: None
 
@@ -104,10 +106,22 @@ def test_graphs_that_exist_have_streams_of_their_own(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(graphs, "FREE", collections.defaultdict(list), raising=False)
+    return used
+
+
+def test_graphs_that_exist_have_streams_of_their_own(fake_cuda):
+    """The stream of a graph that is gone is used again."""
     stays, goes = (graphs.record(list) for _ in range(2))
     del goes
     graphs.record(list)
-    assert used == ["a", "b", "b"]
+    assert fake_cuda == ["a", "b", "b"]
+
+
+def test_no_garbage_is_collected_in_a_recording(fake_cuda):
+    assert graphs.record(lambda: [gc.isenabled()])[0] == [False] and gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        graphs.record(lambda: 1 / 0)
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu
