@@ -22,8 +22,11 @@ def draw(file, panels, title=""):
             ax.plot(*zip(*curve), label=name, linewidth=1.2, marker=marker, markersize=5)
         ax.set(**style)
         ax.grid(alpha=0.3)
-    if lines := axes[0][0].lines:       # legend() would drop names that begin with _
-        axes[0][0].legend(lines, [line.get_label() for line in lines], fontsize=8)
+    # The first panel's legend stands below all panels, where it hides no curve. Without the labels,
+    # legend() would drop names that begin with _.
+    if lines := axes[0][0].lines:
+        fig.legend(lines, [line.get_label() for line in lines], loc="upper center",
+                   bbox_to_anchor=(0.5, 0), ncols=3, fontsize=8)
     fig.suptitle(title)
     fig.savefig(file, dpi=120, bbox_inches="tight")
 

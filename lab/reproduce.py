@@ -519,6 +519,7 @@ def write(experiment, runs):
             file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old))
     if experiment.picture:
         panels = [panel_of(rows, **panel) for panel in experiment.picture]
+        panels = [(style, curves) for style, curves in panels if curves]    # those with a result
         draw(HERE / "assets" / f"{experiment.name}.png", panels, experiment.title)
 
 
