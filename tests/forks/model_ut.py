@@ -31,7 +31,8 @@ class Model(model_gpt.Model):
         context = context or self.context_type(self.cfg, x)
         for layer in range(self.cfg.n_layer):       # each has its own keys and values
             loop, k = divmod(layer, len(self.blocks))
-            x = x + self.loop.weight[loop] if k == 0 else x
+            if k == 0:
+                x = x + self.loop.weight[loop]
             x = self.blocks[k](x, layer, context)
         return self.norm(x)
 
