@@ -48,7 +48,7 @@ class Slots:
     """The slots of a KVCache that the T new tokens of a call take. A model may run some of the rows
     alone, with their part of pos, at and rows (model_mor.py does)."""
     pos: torch.Tensor            # (1, T) or (B, T): their positions
-    end: int                     # S: slots 0 .. S - 1 are read, some may be empty
+    end: int                     # S: slots 0 .. S - 1 are read, and some of them may be empty
     n_new: torch.Tensor          # (B,): how many of each row's new tokens are real
     at: torch.Tensor = None      # (B, T): their slots (None: their positions, the same in all rows)
     rows: torch.Tensor = None    # (B, 1): their rows, 0 .. B - 1 (None where at is None)
@@ -81,8 +81,9 @@ class KVCache:
         return sum(x.nbytes for x in self.buffers())
 
     def reset(self, rows=None):
-        """Empty the rows of these indices (None: all rows). Their slots become zero, because
-        attention multiplies what a mask hides by 0, and 0 times NaN is NaN."""
+        """Empty the rows of these indices (None: all rows). Their slots become zero, because a NaN
+        that stayed there would spread: attention multiplies what a mask hides by 0, and 0 times NaN
+        is NaN."""
         rows = slice(None) if rows is None else rows
         for buffer in self.buffers():
             buffer[rows] = 0
@@ -104,8 +105,8 @@ class KVCache:
             return Slots((self.longest + offset)[None], end, n_new)
         pos = self.lengths[:, None] + offset        # (B, T)
         at = torch.where(offset < n_new[:, None], pos, self.max_len)
-        # pos is clamped, so that padding far behind the last slot, too, has a key in its sliding
-        # window. A softmax over no key would be NaN, and a caller's sum could contain it.
+        # Padding may stand beyond the last slot. pos is clamped, so that there is a key in its
+        # sliding window. A softmax over no key would be NaN, and a caller's sum could contain it.
         return Slots(pos.clamp(max=end - 1), end, n_new, at, self.rows)
 
     def check_room(self, T, n_new):
@@ -121,7 +122,7 @@ class KVCache:
         """Write k and v (B, G, T, D) of the new tokens. Return those of all slots that the call
         reads, (B, G, S, D) each."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
-            if slots.at is None:
+            if slots.at is None:  # end is longest + T, because place has raised otherwise
                 buffer[:, :, slots.end - new.size(2):slots.end] = new
             else:
                 new = new.transpose(1, 2).to(buffer.dtype)
@@ -154,14 +155,15 @@ class Cached:
         class CachedContext(Cached, Context): ...
 
     Context is model_gpt's, or has its arguments (cfg, x, pos, k_pos, causal). A Context reads B, T,
-    the dtype and the device of x, but no value, so that an empty x is enough.
-    `more` are further arguments of a Context."""
+    the dtype and the device of x, but no value, so that an uninitialized x is enough. `more` are
+    further arguments of a Context."""
 
     def __init__(self, cfg, cache, T, n_valid=None, **more):
         self.cache, self.slots = cache, cache.place(T, n_valid)
         x = cache.lengths.new_empty(len(cache.lengths), T, dtype=cache.dtype)
         k_pos = torch.arange(self.slots.end, device=x.device)   # slot p is position p
-        super().__init__(cfg, x, self.slots.pos, k_pos, self.slots.at is None, **more)
+        causal = self.slots.at is None  # rows of equal length: the keys are in order
+        super().__init__(cfg, x, self.slots.pos, k_pos, causal, **more)
 
     def extend(self, layer, k, v):
         """Write k and v (B, G, T, D) of the new tokens. Return those of all slots that the call
@@ -173,9 +175,9 @@ class Cached:
 
 def next_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """Draw one token a row, (B,) int64, from logits (B, V). temperature divides the logits; at 0
-    the likeliest token is taken. Then top_k keeps the k likeliest tokens (0: all). Then top_p keeps
-    the smallest set of likeliest tokens whose probabilities sum to at least top_p (Holtzman et al.
-    2020)."""
+    the likeliest token is taken. Then top_k keeps the k likeliest tokens and those that tie with
+    the last of them (0: all). Then top_p keeps the smallest set of likeliest tokens whose
+    probabilities sum to at least top_p (Holtzman et al. 2020)."""
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
     logits = logits / max(temperature, 1e-6)
@@ -185,7 +187,7 @@ def next_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     if top_p < 1:
         ordered, order = logits.sort(-1, descending=True)
         p = ordered.softmax(-1)
-        # Left out are the tokens before which the sum is enough. The likeliest always stays.
+        # A token is left out if the tokens before it sum to enough. The likeliest always stays.
         enough = p.cumsum(-1) - p >= max(top_p, 1e-9)
         ordered = ordered.masked_fill(enough, -torch.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)

@@ -1,7 +1,7 @@
 """
 A function recorded once and replayed as a CUDA graph.
 
-On a GPU, Python needs some 10 to 30 microseconds to launch a kernel, and a small kernel runs 2.
+On a GPU, Python needs some 10 to 30 microseconds to launch a kernel, and a small kernel runs for 2.
 A CUDA graph is the list of all kernels that a function has launched. Replaying it is one launch.
 
     record(function)                its outputs, and a run() that computes them again
@@ -13,8 +13,8 @@ A CUDA graph is the list of all kernels that a function has launched. Replaying 
 
 A function that is recorded must not read a tensor on the host, as int(x), x.tolist() and `if x`
 do, because none of its Python code runs when it is replayed. For the same reason no shape may
-depend on data. If the function writes to a tensor that it did not make, as a cache or a gradient,
-each replay writes to this tensor again.
+depend on data. If the function writes to a tensor that it did not make, such as a cache or a
+gradient, each replay writes to this tensor again.
 
 The project records the decode step of every model, the two passes of RT's wavefront and, with
 compile=graph, train.py's forward and backward pass.
@@ -45,7 +45,8 @@ def record(function, generators=()):
     the function draws from."""
     # Graphs that exist at the same time are recorded on different streams, because cuBLAS has one
     # workspace for each stream, and torch frees it with the first of a stream's graphs. torch has
-    # 32 streams, which it hands out in turn.
+    # 32 streams, which it hands out in turn. So the stream of a graph that is gone is used again
+    # (FREE), before torch would hand out one that is in use.
     graph, streams = torch.cuda.CUDAGraph(), FREE[torch.cuda.current_device()]
     stream = streams.pop() if streams else torch.cuda.Stream()
     weakref.finalize(graph, streams.append, stream)
@@ -69,7 +70,7 @@ class Graph:
     inputs of these shapes, so that its kernels are compiled."""
 
     def __init__(self, function, inputs, generators=()):
-        self.function = function  # A replay reads tensors that only the function may hold.
+        self.function = function  # It may hold the only reference to tensors that a replay reads.
         grad = torch.is_grad_enabled()  # inference_mode(False) alone would turn gradients on
         with (torch.inference_mode(False), torch.set_grad_enabled(grad),
               torch.cuda.device_of(inputs[0])):
@@ -125,12 +126,14 @@ def stepper(function, cache, generators=()):
         n_new = torch.ones_like(cache.lengths) if n_valid is None else n_valid.clamp(0, 1)
         cache.check_room(1, n_new)
         cache.begin_static()
+        written = 0  # after an error the cache holds no new token
         try:
             if n_steps == 1:
                 graph = Graph(function, [idx, n_new], generators)
             outputs = (graph or function)(idx, n_new)
+            written = 1
         finally:
-            cache.end_static(1, ragged)
+            cache.end_static(written, ragged)
         n_steps += 1
         return outputs
     return step

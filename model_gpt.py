@@ -11,9 +11,9 @@ Query i reads the values of the keys j that are visible to it:
 
     a_i = sum_j p_ij v_j        p_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
 
-Key j is visible iff j <= i and, with a sliding window of w keys, i - j < w. If the model has a
-QK-norm and rotary positions (RoPE), q_i and k_j have gone through both. bias_ij is 0, but with
-ALiBi it is -m_h (i - j), where m_h = 2^(-8 h / H) in head h = 1 .. H.
+Key j is visible iff j <= i and, with a sliding window of w keys, i - j < w. q_i and k_j are taken
+after the QK-norm and after rotary positions (RoPE), as far as the model has them. bias_ij is 0, but
+with ALiBi it is -m_h (i - j), where m_h = 2^(-8 h / H) in head h = 1 .. H.
 
 The file can be read from top to bottom, because a block stands below its parts, and the model below
 its blocks. A call takes the opposite way: LanguageModel.forward, hidden, Block, Attention, attend.
@@ -21,7 +21,7 @@ Context has what all layers of a call share. fast=false writes the softmax out, 
 torch's fused attention. The KV cache has a file of its own, decoding.py. Training can be understood
 without it, because a plain pass uses neither CachedContext nor the last part of LanguageModel.
 
-Letters, which mean the same in every file:
+Letters, which mean the same in every file that does not say otherwise:
 
     B  rows of a batch                    H  query heads
     T  tokens of a call, in each row      G  key/value heads, each read by H / G query heads
@@ -76,8 +76,9 @@ class BaseConfig:
 
     def __post_init__(self):
         """Derive the sizes that a 0 leaves open. They are attributes and no fields, so that
-        dataclasses.replace derives them again. For an impossible value this raises ValueError,
-        which names the field. The checks stand at the end of this file."""
+        dataclasses.replace derives them again. (Some other files fill in fields, and say so,
+        because replace keeps those.) For an impossible value this raises ValueError, which names
+        the field. The checks stand at the end of this file."""
         check_sizes(self)
         self.kv_heads = self.n_kv_head or self.n_head                   # G
         self.head_size = self.head_dim or self.n_embd // self.n_head    # D
@@ -179,9 +180,9 @@ class Context:
         """x (B, T, C) are the embeddings, and only T, the dtype and the device of x are read. pos
         and k_pos are None in a plain pass, in which tokens and keys have the positions 0 .. T - 1.
         causal says that the keys are those of all earlier tokens, followed by those of the call's
-        tokens, so that the causal mask needs no positions. has_bias says whether there is a bias.
-        By default (None) there is one only where the causal mask is not enough, because attention
-        is faster without a bias."""
+        tokens, so that the order of the keys alone gives the mask. has_bias says whether there is a
+        bias. By default (None) there is one only where the causal mask is not enough, because
+        attention is faster without a bias."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if pos is None:
             k_pos = torch.arange(x.size(1), device=x.device)
@@ -248,8 +249,8 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     and the queries are the last T of the S tokens."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
     if bias is None and not (fast and T in (1, S)):
-        # Only for T = 1 and T = S does torch's attention need no bias, see below. Query t is token
-        # S - T + t, and the bias hides the keys after it.
+        # fast=false always needs a bias. torch's attention needs none for T = 1 and T = S, see
+        # below. Query t is token S - T + t, and the bias hides the keys after it.
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if not fast:
         # The equation is written out. H / G query heads share each key and value head.
@@ -290,7 +291,7 @@ class MLP(nn.Module):
 
 def default_mlp_width(cfg):
     """Return the MLP's width where n_mlp is 0. It is 4 C for gelu. The others have three matrices
-    and not two, so that 8/3 C makes as many weights. It is rounded up to a multiple of 32."""
+    and not two, so 8/3 C gives as many weights. This width is rounded up to a multiple of 32."""
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 
@@ -341,9 +342,10 @@ class LanguageModel(nn.Module):
 
         Returns logits (B, T, V) in float32 or better, the loss (None without targets) and a dict,
         which has the cross-entropy, "ce", if there are targets. (A model's loss may have further
-        terms.) With a cache all runs under no_grad."""
+        terms.) With a cache everything runs under no_grad."""
         if idx.numel() == 0:
             raise ValueError(f"idx {tuple(idx.shape)} holds no token")
+        check_rows(idx, cache, n_valid)
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             h = self.hidden(idx) if cache is None else self.decode(idx, cache, n_valid)
             logits = upcast(self.head(h))  # (B, T, V)
@@ -440,8 +442,8 @@ def init_weights(model, n_layer=None):
     """Initialize as GPT-2 does. Every matrix is normal with a standard deviation of 0.02. With
     n_layer, the projections into the residual stream are smaller by 1 / sqrt(2 n_layer), so that
     the stream's variance does not grow with depth. The weights of norms stay 1. With
-    tie_embeddings, the head is the embedding. A model that sets some matrices in its own way calls
-    this function first, because it sets every matrix."""
+    tie_embeddings, the head is the embedding. This function sets every matrix, so that a model with
+    a way of its own for some of them calls it first."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))
@@ -477,6 +479,15 @@ def compute_dtype(x):
     device = x.device.type
     mixed = device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast
     return torch.get_autocast_dtype(device) if mixed else x.dtype
+
+
+def check_rows(idx, cache, n_valid):
+    """Raise ValueError if the arguments of a call do not go together."""
+    if n_valid is not None and cache is None:
+        raise ValueError("n_valid is for a call with a cache")
+    for name, x in (("idx", idx), ("n_valid", n_valid)):
+        if cache is not None and x is not None and len(x) != len(cache.lengths):
+            raise ValueError(f"{name} has {len(x)} rows, and the cache has {len(cache.lengths)}")
 
 
 # ---- checks of a Config ----

@@ -39,14 +39,13 @@ The memories form a chain: token t needs m_{t-1}, so it cannot run before token 
 the source. The exact chain is T passes over one position each. Evaluation and decoding run it.
 With train_path=exact training runs it, too, which is slow.
 
-Algorithm 1 (train_path=interleaved) approximates the chain, and its work is that of two passes over
-all positions. The first pass runs all positions at once with memory 0. It fills a buffer with their
-memories and with the keys and values of each layer. (The code calls the memories m, and only the
-keys and values buffer.) Then N strided subsets of the positions run again, one subset after the
-other. Subset s has the positions s, s + N, s + 2 N, ... It reads the memories m_{t-1} that the
-buffer has at that time. In each layer it first replaces its keys and values in the buffer and then
-attends to the buffer. After the last layer it replaces its memories. The arrows are the memories
-for N = 2:
+Algorithm 1 (train_path=interleaved) approximates the chain. Its work is that of two passes over all
+positions, because each position is computed twice. The first pass runs all positions at once with
+memory 0. It leaves the memories m of all positions, and a buffer with the keys and values of each
+layer. Then N strided subsets of the positions run again, one subset after the other. Subset s has
+the positions s, s + N, s + 2 N, ... It reads m_{t-1} as m is at that time. In each layer it first
+replaces its keys and values in the buffer and then attends to the buffer. After the last layer it
+replaces its memories in m. The arrows are the memories for N = 2:
 
     position        0     1     2     3     4     5
     first pass      o     o     o     o     o     o         memory 0 for all
@@ -57,14 +56,14 @@ for N = 2:
 
 In subset 0, position 4 attends to 1 and 3 of the first pass and to 0, 2 and 4 of subset 0. In
 subset 1, position 3 attends to 0 and 2 of subset 0 and to 1 and 3 of subset 1. The loss is the mean
-of all passes' cross-entropies, and gradients flow through all passes and the buffer:
+of all passes' cross-entropies, and gradients flow through all passes, m and the buffer:
 
     loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)
 
 A token of subset s reads a memory of subset s - 1, which has read one of subset s - 2, and so on
-down to the first pass, which has read none. So the token has s + 1 links of the chain behind it,
-and N = T is the chain itself. The paper writes S for N, and finds the same loss with 2, 4 and 8
-subsets (section 4.3).
+down to the first pass, which has read none. So memories carry something from s + 1 earlier tokens
+to it (from fewer near the start), and N = T is the chain itself. The paper writes S for N, and
+finds the same loss with 2, 4 and 8 subsets (section 4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
@@ -75,11 +74,11 @@ path that train_path names, and evaluation takes exact. This table says which fu
 runs:
 
     path                                  with a chain                  without one
-    exact                                 decode, into a new cache      one_pass
-    exact, for gradients or fast=false    chain, K = 1                  one_pass
+    exact                                 decode_exact, a new cache     all_at_once
+    exact, for gradients or fast=false    chain, K = 1                  all_at_once
     chunked                               chain, K = chunk              error
     interleaved                           interleaved                   error
-    a call with a cache                   decode, a pass a token        decode, one pass
+    a call with a cache                   decode_exact, token by token  decode_exact, one pass
     prefill=interleaved, empty cache      prefill_interleaved           error
 
 Left out are the paper's variants with older memories or means of several, with memory for keys or
@@ -142,11 +141,13 @@ class Config(BaseConfig):
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
         # At the start attention and MLP add nothing, so that m_t = (1 + 0.1 source) x0_t
-        # + 0.1 source m_{t-1}. If 0.1 source > 1, this overflows within some hundred tokens. The
-        # default decides as if the source were the last layer.
+        # + 0.1 source m_{t-1}. If 0.1 source > 1, the memory grows from token to token and
+        # overflows within a thousand of them. The default looks at n_layer and not at source, so
+        # that it does not change with the source. These three defaults are written into their
+        # fields, and dataclasses.replace keeps them.
         if self.source_norm is None:
             self.source_norm = 0.1 * self.n_layer > 1
-        # nanochat's window is half of the context and does not count the token itself
+        # nanochat's window is half of the context, without the token itself, which swa counts.
         self.swa = self.swa or self.block_size // 2 + 1
         self.into_kv = self.memory and "kv" in self.inject              # (4)
         self.into_residual = self.memory and "residual" in self.inject  # (5)
@@ -163,33 +164,34 @@ class Config(BaseConfig):
 
 # ---- the method: the chain, Algorithm 1, a pass ----
 # Model.hidden embeds idx into Tokens and calls one of these functions. Each makes passes over some
-# of the T positions. A pass is a call of run with a Context, which holds what the layers read: the
-# Tokens of its positions, their m_{t-1}, and the buffer with the keys and values of all positions
-# so far.
+# of the T positions. A pass is a call of run_layers with a Context, which holds what the layers
+# read: the Tokens of its positions, their m_{t-1}, and the buffer with the keys and values of all
+# positions so far. Each layer puts those of the pass into the buffer (Context.extend).
 
 def chain(model, tokens, K):
     """Run chunks of K positions, one after the other, and return x (B, T, C). K = 1 is the exact
-    chain, which decode computes, too, where fast=true and no gradients are needed."""
+    chain. (Where fast=true and no gradients are needed, decode_exact computes it, too.)"""
     buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
     for start in range(0, tokens.x0.size(1), K):
-        chunk = tokens.at(slice(start, start + K))
-        x, m = run(model, Context(model, chunk, previous, buffer))
+        chunk = tokens.part(slice(start, start + K))
+        x, m = run_layers(model, Context(model, chunk, previous, buffer))
         xs.append(x)
         previous = m[:, -1:]  # all positions of the next chunk read it
     return torch.cat(xs, 1)
 
 
 def interleaved(model, tokens):
-    """Run Algorithm 1. Return x as the subsets have left it, x of the first pass and m, (B, T, C)
-    each, and the buffer."""
+    """Run Algorithm 1. Return x as recomputed, x of the first pass and m, (B, T, C) each, and the
+    buffer."""
     N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
     zero = torch.zeros_like(tokens.x0[:, :1])  # m_{-1}
-    first, m = run(model, Context(model, tokens, zero, buffer))     # this fills the buffer
+    first, m = run_layers(model, Context(model, tokens, zero, buffer))     # this fills the buffer
     x = first   # the subsets replace all T positions of it
     for s in range(min(N, T)):
         subset = slice(s, T, N)
         previous = shifted(m, zero)[:, subset]
-        new_x, new_m = run(model, Context(model, tokens.at(subset), previous, buffer, subset))
+        context = Context(model, tokens.part(subset), previous, buffer, subset)
+        new_x, new_m = run_layers(model, context)
         x = torch.slice_scatter(x, new_x, 1, s, T, N)
         m = torch.slice_scatter(m, new_m, 1, s, T, N)
     return x, first, m, buffer
@@ -201,13 +203,13 @@ def shifted(m, before):
     return torch.cat([before, m[:, :-1]], 1)
 
 
-def one_pass(model, tokens):
+def all_at_once(model, tokens):
     """Run all positions at once, which is exact where there is no chain. Return x (B, T, C)."""
     previous = shifted(tokens.x0, torch.zeros_like(tokens.x0[:, :1]))   # if source=0, m_t is x0_t
-    return run(model, Context(model, tokens, previous, {}))[0]
+    return run_layers(model, Context(model, tokens, previous, {}))[0]
 
 
-def run(model, context):
+def run_layers(model, context):
     """Make one pass. Return x after the last layer and the positions' own m_t, (B, n, C) each."""
     cfg, x, m = model.cfg, context.x0, context.x0   # m stays x0 if source=0
     for layer, block in enumerate(model.blocks):
@@ -252,13 +254,14 @@ class Attention(nn.Module):
         self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, the gate of VE_l
         self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
         layerwise = cfg.into_kv and cfg.projections == "layerwise"
-        self.rec = MemoryProjection(cfg) if layerwise else None     # else model.rec serves all
+        # Without its own projections a layer uses context.kv_rec, which all layers share.
+        self.rec = MemoryProjection(cfg) if layerwise else None
 
     def forward(self, u, layer, context):
         """Return Wo Attention(...), (B, n, C), from u = RMSNorm(x) (B, n, C)."""
         D, eps = self.cfg.head_size, self.cfg.norm_eps
         q, k, v = (w(u).unflatten(-1, (-1, D)) for w in (self.wq, self.wk, self.wv))
-        if self.w_gate:
+        if self.cfg.into_kv:
             k_rec, v_rec = self.rec(context.previous) if self.rec else context.kv_rec
             k, v = mix_memory(k, v, self.w_gate(u), k_rec, v_rec)  # (B, n, G, D)
         g_ve = 2 * torch.sigmoid(self.w_value(u[..., :32]))     # (B, n, G)
@@ -321,10 +324,10 @@ class Tokens(NamedTuple):
     rope: list              # RoPE's cos and sin, (B or 1, T, 1, D / 2)
     pos: torch.Tensor       # (B or 1, T) positions
 
-    def at(self, part):
-        """Return the Tokens of those positions that the slice `part` takes."""
-        ve, rope = ([x[:, part] for x in xs] for xs in (self.ve, self.rope))
-        return Tokens(self.x0[:, part], ve, rope, self.pos[:, part])
+    def part(self, span):
+        """Return the Tokens of those positions that the slice `span` takes."""
+        ve, rope = ([x[:, span] for x in xs] for xs in (self.ve, self.rope))
+        return Tokens(self.x0[:, span], ve, rope, self.pos[:, span])
 
 
 class Context:
@@ -365,12 +368,13 @@ class Context:
 def attend_fast(q, k, v, context, window):
     """Return the same as the naive branch of Attention, without its mask of n x S."""
     n, S = q.size(2), k.size(2)
-    if context.at_end and n == 1:  # it attends to the last `window` keys, and [-0:] takes all
+    if context.at_end and n == 1:
+        # The only query attends to the last `window` keys. Without a window this is [-0:], all.
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
     if context.at_end and n == S and not window:  # the pass is causal
         return attend(q, k, v, None, fast=True)
-    # In subsets, later chunks, windows and ragged rows the kernel compares positions, as the mask
-    # does.
+    # In subsets, later chunks, windows and ragged rows, keys do not end with the queries' own, so
+    # that the kernel compares positions, as the mask does.
     q_pos = context.pos.squeeze(0).int()  # (B, n), or (n,) for all rows
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
     return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=window or None)[0]  # (y, lse)
@@ -378,16 +382,16 @@ def attend_fast(q, k, v, context, window):
 
 # ---- decoding ----
 
-def decode(model, idx, cache, n_valid):
+def decode_exact(model, idx, cache, n_valid):
     """Run the tokens idx (B, T) that follow those of the cache, exactly: one token after the other,
     or all in one pass where there is no chain. Return x (B, T, C)."""
     T = idx.size(1)
     if T == 1 or not model.cfg.recurrent:
         return decode_pass(model, idx, cache, n_valid)
-    cache.place(T, n_valid)     # raises if they are too many, before the first one is written
+    cache.place(T, n_valid)     # This raises if they are too many, before the first one is written.
     # Each token is a step that a GPU can replay as a graph. At token t, n_valid - t real tokens of
     # a row are left. If none is left, the token is padding.
-    step = graphs.stepper(lambda idx, n_valid: [decode_pass(model, idx, cache, n_valid)], cache)
+    step = graphs.stepper(lambda new, left: [decode_pass(model, new, cache, left)], cache)
     xs = [step(idx[:, t:t + 1], None if n_valid is None else n_valid - t)[0] for t in range(T)]
     return torch.cat(xs, 1)
 
@@ -400,7 +404,7 @@ def decode_pass(model, idx, cache, n_valid):
     # The first token reads cache.m. There are further tokens only without a chain, where m_t is
     # x0_t or no layer reads it.
     previous = shifted(tokens.x0, cache.m) if model.cfg.memory else None
-    x, m = run(model, CachedContext(model, tokens, previous, cache, slots))
+    x, m = run_layers(model, CachedContext(model, tokens, previous, cache, slots))
     if model.cfg.memory:
         cache.keep(m, slots)
     cache.advance(slots)
@@ -456,8 +460,8 @@ class Model(LanguageModel):
     """LRT, or its backbone if memory is false."""
     runs_blocks_once = False    # several passes run the blocks, so FSDP gathers all of them at once
     # optimizer=muon tells a parameter's kind by its place and shape. These are the exceptions: rec
-    # has matrices outside of the blocks, the head is no embedding, AdamW trains the gates, and
-    # alpha and beta have learning rates of their own.
+    # has matrices outside of the blocks. The head is outside of them, too, and has a learning rate
+    # of its own, as have alpha and beta. AdamW trains the gates.
     parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
                            alpha="alpha", beta="beta")
 
@@ -465,7 +469,9 @@ class Model(LanguageModel):
         nn.Module.__init__(self)    # the parts are nanochat's, not those of LanguageModel
         self.cfg = cfg
         L, C, G, D = cfg.n_layer, cfg.n_embd, cfg.kv_heads, cfg.head_size
-        padded = 64 * math.ceil(cfg.vocab_size / 64)    # V, padded so that the head is fast
+        # V is padded so that the head is fast. The rows of padding are never trained, so that an id
+        # between vocab_size and padded gives states that mean nothing.
+        padded = 64 * math.ceil(cfg.vocab_size / 64)
         self.wte = nn.Embedding(padded, C)
         self.drop = nn.Dropout(cfg.dropout)
         self.values = nn.ModuleList(nn.Embedding(padded, G * D) for _ in range(L))  # VE_l
@@ -497,8 +503,6 @@ class Model(LanguageModel):
     def embed(self, idx, pos=None):
         """Return the Tokens of idx (B, T) at positions pos (B or 1, T), or 0 .. T - 1 for None."""
         cfg, T = self.cfg, idx.size(1)
-        if pos is None and T > cfg.block_size:  # a cache counts its tokens itself
-            raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
         pos = torch.arange(T, device=idx.device)[None] if pos is None else pos
         x0 = self.drop(norm(self.wte(idx), cfg.norm_eps))           # (B, T, C)
         ve = [table(idx).unflatten(-1, (cfg.kv_heads, -1)) for table in self.values]
@@ -508,7 +512,9 @@ class Model(LanguageModel):
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """The contract is that of all models. In interleaved training the loss is (6), "ce" in aux
         is the cross-entropy of the recomputed positions, and "ce_first" that of the first pass."""
-        cfg, N = self.cfg, self.cfg.subsets
+        cfg, N, T = self.cfg, self.cfg.subsets, idx.size(1)
+        if cache is None and T > cfg.block_size:  # a cache counts its tokens itself
+            raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
         algorithm1 = self.training and cfg.train_path_used == "interleaved" and cache is None
         if not algorithm1 or targets is None or idx.numel() == 0:  # super refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)
@@ -522,18 +528,20 @@ class Model(LanguageModel):
         return logits, (ce_first + N * ce) / (N + 1), aux  # (6)
 
     def hidden(self, idx, path=None):
-        """Return RMSNorm(x) after the last layer, (B, T, C), for idx (B, T). path is a row of the
-        table at the top. The default (None) is train_path in training and exact in evaluation.
-        forward runs interleaved training itself, because that has two losses."""
+        """Return RMSNorm(x) after the last layer, (B, T, C), for idx (B, T). path is exact, chunked
+        or interleaved. The default (None) is train_path in training and exact in evaluation.
+        (forward runs interleaved training itself, because that has two losses. No pass has
+        model_gpt's context argument, because each function above makes its own Contexts.)"""
         cfg = self.cfg
         path = path or (cfg.train_path_used if self.training else "exact")
         if path == "interleaved":
             x, *_ = interleaved(self, self.embed(idx))
         elif not cfg.recurrent:
-            x = one_pass(self, self.embed(idx))
+            x = all_at_once(self, self.embed(idx))
         elif path == "exact" and cfg.fast and not torch.is_grad_enabled():
-            # decode computes the chain, but writes keys and values in place and concatenates none.
-            x = decode(self, idx, self.init_cache(*idx.shape), None)
+            # decode_exact computes the chain, too. It is faster, because it writes keys and values
+            # in place and concatenates none.
+            x = decode_exact(self, idx, self.init_cache(*idx.shape), None)
         else:
             x = chain(self, self.embed(idx), cfg.chunk if path == "chunked" else 1)
         return norm(x, cfg.norm_eps)
@@ -542,7 +550,7 @@ class Model(LanguageModel):
         """The contract is that of all models. An empty cache is filled as cfg.prefill says, and all
         other calls are exact."""
         into_empty = cache.longest == 0 and self.cfg.prefill == "interleaved"
-        function = prefill_interleaved if into_empty else decode    # this file's, no method
+        function = prefill_interleaved if into_empty else decode_exact
         return norm(function(self, idx, cache, n_valid), self.cfg.norm_eps)
 
     @torch.no_grad()

@@ -3,24 +3,26 @@ Mixture-of-Recursions (MoR): tied layers in loops, of which each token takes as 
 
 There are R = n_loop recursions F_1 .. F_R, of K layers each, which share K stored blocks. A router,
 by default a linear function of a token's state h, sends easy tokens through few recursions and hard
-ones through many. A first and a last layer stand outside, and all tokens take them. In this picture
-R is 3, and token a takes three recursions, b two and c one:
+ones through many. A first and a last layer stand outside, and all tokens take them (share=cycle and
+share=sequence have none). In this picture R is 3, and token a takes three recursions, b two and c
+one:
 
     first -> F_1 (all) -> F_2 (2/3) -> F_3 (1/3) -> last
       a         a            a            a           a
       b         b            b            .           b
       c         c            .            .           c
 
-router=expert (expert choice, Section 2.2.1): a recursion chooses its tokens. In each sequence of T
-tokens, recursion r gives a score s to each token of A_{r-1}. A_r are the k_r of them with the
-highest scores. A_0 are all tokens. A_1 are all tokens, too, because k_1 = T.
+router=expert (expert choice, Section 2.2.1): a recursion chooses its tokens. A_r are the tokens of
+a sequence of T tokens that take recursion r, and A_0 are all of them. Recursion r gives a score s
+to each token of A_{r-1}, and A_r are the k_r tokens with the highest scores. A_1 are all tokens,
+too, because k_1 = T.
 
     s = w_r . h
     k_r = max(1, floor(T (R - r + 1) / R))
     h[A_r] <- h[A_r] + alpha sigmoid(s) F_r(h[A_r])            (2.1)
 
-F_r has residual connections of its own, F_r(h) = h + .., so that h has weight 1 + alpha sigmoid(s)
-in the sum. router_func=tanh puts tanh in the place of the sigmoid.
+F_r has residual connections of its own, so that F_r(h) = h + .. contains h. In (2.1) h therefore
+has the factor 1 + alpha sigmoid(s). router_func=tanh puts tanh in the place of the sigmoid.
 
 Training looks ahead, because a token's place among the top k depends on the scores of later tokens.
 Decoding may not look ahead. There a token of A_{r-1} takes recursion r >= 2 iff s >= 0, and all
@@ -29,11 +31,11 @@ is the loss with those of training.
 
 An auxiliary loss teaches s to be positive where top k chooses. It is aux_weight times the binary
 cross-entropy of s against whether the token was chosen, for r = 1 too, as in the authors' code. If
-causal=aux_router, a second router on detached states learns this instead of s, and the second
-router's scores decide in decoding.
+causal=aux_router, this loss trains a second router, which reads detached states, and not s. The
+second router's scores then decide in decoding.
 
 router=token (token choice, Section 2.2.1): a token chooses its depth i, the number of its
-recursions, once, from its state h_1 before F_1. router_func=sigmoid makes p alpha sigmoid(W h_1).
+recursions, once, from its state h_1 before F_1. With router_func=sigmoid, p = alpha sigmoid(W h_1).
 
     p = softmax(W h_1),   i = argmax p
     h <- h_1 + p_i F_i(.. F_1(h_1))                            (2.2)
@@ -54,8 +56,8 @@ This file differs from the paper or from the authors' code:
 - Weights start as model_gpt's.
 - kv=share. Here F_2 .. F_R make keys and values that nobody reads, which takes 1 % of a step.
 - Left out are random routers and the capacity warm-up, which is off in their code. Left out is also
-  their third kind of keys and values, in which a recursion puts those of its tokens in the place of
-  these tokens' keys and values in F_1.
+  their third kind of keys and values: all tokens keep those of F_1, but a token that takes a later
+  recursion shows its new ones there.
 - loop_warmup is not theirs. While training runs r < R recursions, those have the k_1 .. k_r that
   they have later, and evaluation runs all R. Token choice has no warm-up, because its depths could
   not be in balance.
@@ -95,7 +97,8 @@ class Config(BaseConfig):
     z_loss: float = -1.0         # weight of the z-loss (-1: token 1e-5, expert 0)
     exit_loop: int = 0           # most recursions in evaluation and decoding (0: n_loop)
     loop_warmup: float = 0.0     # fraction of training's steps over which recursions rise from 1
-    init: str = choice("average", "stepwise", "lower", "upper", "random")  # of convert, Table 9
+    # which trained layers convert starts from (Table 9); random: layers drawn at random
+    init: str = choice("average", "stepwise", "lower", "upper", "random")
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")
@@ -111,6 +114,7 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        # These two defaults are written into their fields, and dataclasses.replace keeps them.
         token = self.router == "token"
         self.router_func = self.router_func or ("softmax" if token else "sigmoid")
         if self.z_loss == -1:
@@ -146,10 +150,10 @@ class Model(LanguageModel):
     runs_blocks_once = False
 
     def __init__(self, cfg):
-        R, n_outside = cfg.n_loop, cfg.n_outside // 2
+        R, n_each_end = cfg.n_loop, cfg.n_outside // 2
         blocks = lambda n: nn.ModuleList(self.make_block(cfg, i) for i in range(n))
         super().__init__(cfg, blocks(cfg.n_stored))     # the shared blocks
-        self.first, self.last = blocks(n_outside), blocks(n_outside)
+        self.first, self.last = blocks(n_each_end), blocks(n_each_end)
         self.training_loops = R     # if loop_warmup > 0, train.py sets it in each step
         depths = [f"depth{d}" for d in range(1, R + 1)]
         if cfg.router == "expert":
@@ -161,7 +165,7 @@ class Model(LanguageModel):
             self.router = Router(cfg, R)
             self.register_buffer("balance_bias", torch.zeros(R))
             self.eval_metrics = [*depths, "maxvio"]
-        self.cached_context_type = CachedTokens     # for LanguageModel.decode
+        self.cached_context_type = CachedTokens     # here, because it stands below this class
         init_weights(self, cfg.n_layer)
 
     def make_block(self, cfg, number):
@@ -169,10 +173,10 @@ class Model(LanguageModel):
         return Block(cfg)
 
     def states(self, idx, top_k, context=None):
-        """idx (B, T) -> the states after the final norm (B, T, C), the number of recursions that
-        each token took (B, T), and what expert_loss or token_loss takes. top_k says that expert
-        choice decides as in training, and not as in decoding. A plain pass (None) makes its own
-        context, as in LanguageModel.hidden."""
+        """Return the states of idx (B, T) after the final norm, (B, T, C), the number of recursions
+        that each token took, (B, T), and what expert_loss or token_loss takes. top_k says that
+        expert choice decides as in training, and not as in decoding. A plain pass (None) makes its
+        own context, as in LanguageModel.hidden."""
         cfg, h = self.cfg, self.drop(self.wte(idx))
         plain_training = self.training and context is None
         n_run = self.training_loops if plain_training else self.loops_to_run
@@ -192,7 +196,7 @@ class Model(LanguageModel):
         return self.norm(h), depth, decisions
 
     def expert_choice(self, h, tokens, n_run, top_k):
-        """h (B, T, C) -> h after n_run recursions, depths (B, T), and what expert_loss takes.
+        """Return h (B, T, C) after n_run recursions, depths (B, T), and what expert_loss takes.
         tokens is the context of the call, and tokens.subset returns the context of a recursion. s
         are the scores, and decides are the scores that decide in decoding: s, or those of the
         second router."""
@@ -217,16 +221,16 @@ class Model(LanguageModel):
         return h, chosen.sum(0), (s, decides, active, chosen)
 
     def token_choice(self, h1, tokens, n_run):
-        """h_1 (B, T, C) -> h after n_run recursions at most, depths (B, T), and what token_loss
-        takes."""
+        """Return h after n_run recursions at most, from h_1 (B, T, C), depths (B, T), and what
+        token_loss takes."""
         h, (scores, p, depth) = h1, self.choose_depth(h1, n_run)
         for r in range(1, n_run + 1):
             h = self.recursion(r, h, tokens.subset(r, tokens.kept & (depth >= r)))
         return self.exit(h1, h, p, depth), depth, (scores, p, depth)
 
     def choose_depth(self, h1, most):
-        """h_1 (..., C) -> scores and p (..., R), depths (...) from 1 to `most`. A token that chose
-        a greater depth stops at `most`, and has the p of `most` in (2.2)."""
+        """Return the scores and p of h_1 (..., C), (..., R) each, and depths (...) from 1 to
+        `most`. A token that chose a greater depth stops at `most`, and has its p in (2.2)."""
         scores = self.router(h1)
         p = self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)                     # i: (...)
@@ -236,9 +240,9 @@ class Model(LanguageModel):
         return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)    # (2.2)
 
     def recursion(self, r, h, context, s=None):
-        """h (B, T, C) -> h in which the tokens of a context (context.kept) have taken recursion r:
-        they are F_r(h) or, given scores s (B, T), h + alpha sigmoid(s) F_r(h). Other tokens stay as
-        they are. In a GatheredSubset the kept tokens run alone. In any other context all tokens
+        """Return h (B, T, C) in which the tokens of a context (context.kept) have taken recursion
+        r: they are F_r(h) or, given scores s (B, T), h + alpha sigmoid(s) F_r(h). Other tokens stay
+        as they are. In a GatheredSubset the kept tokens run alone. In any other context all tokens
         run, and the results of those that are not kept are dropped. The context is None where no
         token goes on."""
         if context is None:
@@ -289,13 +293,13 @@ class Model(LanguageModel):
         which tokens competed (A_{r-1}), and which of them were chosen (A_r). The binary
         cross-entropy, which is logged as "aux", and the z-loss are means over the tokens that
         competed, summed over recursions. router_accuracy says how often decoding would decide as
-        top k did, without r = 1, which all tokens take."""
-        mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))     # (R,)
+        top k did, without r = 1, which all tokens take. It is 1 if no other recursion ran."""
+        mean = lambda x: (x * active).sum((1, 2)) / active.sum((1, 2))     # (n_run,)
         bce = F.binary_cross_entropy_with_logits(decides, chosen.to(s), reduction="none")
         bce, z = mean(bce).sum(), mean(s ** 2).sum()     # logsumexp over one score is the score
-        decides, active, chosen = decides[1:], active[1:], chosen[1:]      # r = 2 .. R
-        right = active & ((decides >= 0) == chosen)
-        accuracy = right.sum() / active.sum().clamp(min=1)
+        decides, active, chosen = decides[1:], active[1:], chosen[1:]      # r = 2 .. n_run
+        wrong = active & ((decides >= 0) != chosen)
+        accuracy = 1 - wrong.sum() / active.sum().clamp(min=1)
         added = self.cfg.aux_weight * bce + self.cfg.z_loss * z
         return added, {"aux": bce, "router_accuracy": accuracy}
 
@@ -339,10 +343,10 @@ class Model(LanguageModel):
         """Return FLOPs as model_gpt does, but a layer counts for the fraction of tokens that take
         it, and only the recursions that a training pass runs now are counted. The count of token
         choice takes the depths to be in balance."""
-        cfg, attn, unread, n_run = self.cfg, self.blocks[0].attn, 0, self.training_loops
+        cfg, attn, n_run = self.cfg, self.blocks[0].attn, self.training_loops
         routers = sum(p.numel() for name, p in self.named_parameters() if "router" in name)
         flops = 6.0 * (self.head.weight.numel() + routers * n_run / cfg.n_loop)
-        weights = self.block_weights() / cfg.n_stored
+        weights, unread = self.block_weights() / cfg.n_stored, 0
         if cfg.kv == "share":  # wk and wv of F_2 .. F_R have no backward pass, 4 of 6 FLOPs
             unread = 2 / 3 * (attn.wk.weight.numel() + attn.wv.weight.numel())
         for r in range(1, n_run + 1):
@@ -359,7 +363,7 @@ class Model(LanguageModel):
 # ---- routers, and which tokens a recursion runs on ----
 
 class Router(nn.Module):
-    """h (..., C) -> scores (..., n_out)."""
+    """A linear function, or an MLP, that makes scores (..., n_out) of states h (..., C)."""
 
     def __init__(self, cfg, n_out):
         super().__init__()
@@ -430,7 +434,8 @@ class MaskedSubset:
             self.bias = torch.where(visible, 0.0, -math.inf)[:, None]       # (B, 1, T, T)
 
     def extend(self, layer, k, v):
-        """k, v (B, G, T, D) -> those that the chosen attend to (Section 2.2.2), (B, G, S, D)."""
+        """Return the keys and values that the chosen attend to (Section 2.2.2), (B, G, S, D) each.
+        k, v (B, G, T, D) are their own."""
         if self.cfg.kv == "recursion":
             return k, v
         return self.tokens.shared_kv[layer % self.cfg.n_stored]     # those of F_1
@@ -458,9 +463,10 @@ class GatheredSubset:
         self.cfg, self.tokens, self.rows = tokens.cfg, tokens, rows
         (B, T), device = chosen.shape, chosen.device
         if n is None:
-            # All tokens run in a compiled call, because no size may depend on data there, either.
-            static = T == 1 or torch.compiler.is_compiling()
-            n = T if static else max(1, int(chosen.sum(1).max()))
+            # If T = 1, n can only be 1. In a compiled call no size may depend on data, so that all
+            # tokens run.
+            all_run = T == 1 or torch.compiler.is_compiling()
+            n = T if all_run else max(1, int(chosen.sum(1).max()))
         column = torch.arange(T, device=device)
         row = torch.arange(B, device=device) if rows is None else rows              # (m,)
         # topk takes the n smallest, in order, and chosen columns are smaller than all others.
@@ -474,17 +480,18 @@ class GatheredSubset:
             self.bias = attention_bias(self.gather(tokens.pos.expand(B, T)), tokens.k_pos)
 
     def extend(self, layer, k, v):
-        """k, v (m, G, n, D) -> those that the chosen attend to, (m, G, S, D)."""
+        """Return the keys and values that the chosen attend to, (m, G, S, D) each. k, v
+        (m, G, n, D) are their own."""
         if self.cfg.kv == "recursion":
             return k, v
         return [self.select(x) for x in self.tokens.shared_kv[layer % self.cfg.n_stored]]
 
     def select(self, x):
-        """x (B, ...) of all rows -> (m, ...) of those that run."""
+        """Return the rows of x (B, ...) that run, (m, ...)."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def gather(self, x):
-        """x (B, T, ...) of all tokens -> (m, n, ...) of those that run."""
+        """Return the tokens of x (B, T, ...) that run, (m, n, ...)."""
         flat = x.flatten(0, 1).index_select(0, self.index.flatten())
         return flat.unflatten(0, self.index.shape)
 
@@ -508,9 +515,9 @@ class CachedTokens(Cached, AllTokens):
         return kv
 
     def subset(self, r, chosen, n=None):
-        """See AllTokens. Rows in which no token was chosen are left out, but only if they are a
-        third of all rows or more, because then the keys of the rows that run must be copied, which
-        takes about as long as attending to them."""
+        """See AllTokens. Rows in which no token was chosen are left out if they are a third of all
+        rows or more. To leave rows out, the keys of the others must be copied, which takes about as
+        long as attending to them. So leaving out fewer rows would gain nothing."""
         if r == 1 or self.cfg.router == "none":
             return super().subset(r, chosen)
         if not self.cache.static and not chosen.any():
@@ -533,8 +540,8 @@ class CachedSubset(GatheredSubset):
         # slots is for all rows. self.slots has the places of the rows that run, and n_new of all.
         pos, at, its_rows = map(self.select, (slots.pos, slots.at, slots.rows))
         self.slots = replace(slots, pos=pos, at=at, rows=its_rows)
-        # Slots are in the order of positions, so that the causal mask may compare slots. pos has
-        # slots here.
+        # pos holds numbers of slots here. Slots are in the order of positions, so that the causal
+        # mask may compare them.
         self.bias = attention_bias(pos, torch.arange(slots.end, device=pos.device))
 
     def extend(self, layer, k, v):
@@ -588,9 +595,9 @@ class Cache(KVCache):
     configs/mor_tiny.yaml takes 6,136 bytes a token where keys in all recursions would take 8,192.
     Decoding by static calls has no such gain, because GrowingCache has room for all tokens there.
 
-    The engine of serve.py has gaps instead. Each of its rows (a Slot there) holds another request,
-    and in one step these requests are in different loops, so that entry p of a loop is the token
-    at position p or nothing."""
+    In its caches the engine of serve.py has gaps instead. Each of its rows (a Slot there) holds
+    another request, and in one step these requests are in different loops, so that entry p of a
+    loop is the token at position p or nothing."""
 
     def __init__(self, cfg, n_run, batch_size, max_len, *device_and_dtype):
         R, K, own = cfg.n_loop, cfg.n_stored, cfg.kv == "recursion"
@@ -641,8 +648,8 @@ def convert(model, weights):
 
 def layers_for_shared(cfg):
     """Return, for each stored block, the unrolled layers whose mean it starts from (Table 9)."""
-    K, outside = cfg.n_stored, cfg.n_outside // 2
-    inner = range(outside, cfg.n_layer - outside)
+    K, n_each_end = cfg.n_stored, cfg.n_outside // 2
+    inner = range(n_each_end, cfg.n_layer - n_each_end)
     if cfg.init == "average":  # all layers that the block stands for
         return [[layer for layer, k in zip(inner, cfg.order) if k == shared]
                 for shared in range(K)]

@@ -50,7 +50,8 @@ Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K
 a. Three things are in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias
 b_g, G = 2, and that head h reads group h % G. This file differs from their code in these points:
 - k~ and v~ are float32 or better here, and bfloat16 there.
-- b_g has no weight decay here, as norms have none. There it decays, so that gates forget faster.
+- b_g has no weight decay here, as norms have none. There it decays, which makes gates forget
+  faster.
 - norm_eps is 1e-5 here, and 1e-6 there.
 - Decoding works from the first token on. Theirs needs a full first chunk.
 
@@ -73,9 +74,9 @@ from model_gpt import (MLP, Attention, BaseConfig, LanguageModel, RMSNorm, apply
 
 @dataclass
 class Config(BaseConfig):
-    """The kind of a layer is mixer, but odd layers are of kind swa if swa > 0. The table has the
-    options that only some kinds read, and what RoPE counts for each value of pos. A model whose
-    layers do not read an option ignores it.
+    """The kind of a layer is the value of mixer, and in odd layers it is swa if swa > 0. The table
+    has the options that only some kinds read, and what RoPE counts for each value of pos. Other
+    kinds ignore such an option, but its value is checked all the same.
 
         kind         options             pos=chunk    pos=rope    pos=none
         rat          chunk, qk_groups    chunks       tokens      nothing
@@ -86,7 +87,7 @@ class Config(BaseConfig):
     chunk: int = 16  # K, tokens of a chunk (in rat layers)
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
     swa: int = 0  # window of odd layers, own key included (0: they are like the even ones)
-    qk_groups: int = 0  # G of rat layers (0: 2, or 1 where n_head is odd)
+    qk_groups: int = 0  # G of rat layers (0: 2, or 1 where n_head is odd; replace() keeps that)
     pos: str = choice("chunk", "rope", "none")  # RoPE counts chunks | tokens | nothing
     n_mlp: int = 0  # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
@@ -134,15 +135,15 @@ class RAT(nn.Module):
 
 
 def rat_naive(q, k, v, a, context):
-    """Compute (2) and (3) as they stand above: q, k, v, a (B, T, W) -> y (B, H, T, D)."""
+    """Return y (B, H, T, D) of q, k, v, a (B, T, W), by (2) and (3) as they stand above."""
     cfg, K, T = context.cfg, context.cfg.chunk, q.size(1)
     k_state, v_state = recurrence(a, k, K), recurrence(a, v, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (upcast(q), k_state, v_state))
     q, rotated = (apply_rope(x, *context.rope["rat"]) for x in (q, k_state))
-    key = torch.arange(T, device=q.device)                  # (T,) the keys' tokens
-    query = key[:, None]                                    # (T, 1) the queries' tokens
-    final = (key % K == K - 1) & (key // K < query // K)    # f of the picture
-    own = key == query                                      # o of the picture
+    j = torch.arange(T, device=q.device)                    # (T,) the numbers of the keys
+    i = j[:, None]                                          # (T, 1) the numbers of the queries
+    final = (j % K == K - 1) & (j // K < i // K)            # f of the picture
+    own = j == i                                            # o of the picture
     bias = torch.where(final | own, 0.0, -math.inf)         # (T, T)
     return attend(q, rotated, v_state, bias, fast=False)    # (3)
 
@@ -185,10 +186,10 @@ class Context:
         self.cfg = cfg
         self.pos = torch.arange(x.size(1), device=x.device)[None] if pos is None else pos
         self.chunk_of = self.pos // cfg.chunk
-        token, none = self.pos, 0 * self.pos  # where all positions are 0, nothing is rotated
+        token, zeros = self.pos, 0 * self.pos  # where all positions are 0, nothing is rotated
         count = dict(  # what RoPE counts: the table of Config
-            rat=dict(chunk=self.chunk_of, rope=token, none=none)[cfg.pos],
-            attention=none if cfg.pos == "none" else token, swa=token)
+            rat=dict(chunk=self.chunk_of, rope=token, none=zeros)[cfg.pos],
+            attention=zeros if cfg.pos == "none" else token, swa=token)
         self.rope = {kind: rope_tables(number[:, None], cfg.head_size, cfg.rope_theta, x.dtype)
                      for kind, number in count.items() if kind in cfg.kinds}
 
@@ -211,8 +212,8 @@ def rat_fast(q, k, v, a, context):
 def read_states(q, k_state, v_state, final_k, final_v, context):
     """Return (3), (B, H, T, D), from q and the own states k_state and v_state (B, H, T, D), which
     are not rotated, and from the final states of chunks 0 .. n - 1 (B, H, n, D), whose keys are
-    rotated. kernels.attend_by_position takes the own state as one more key of its query, and its
-    score as it is."""
+    rotated. kernels.attend_by_position takes the own state as one more key of its query, whose
+    score it neither scales nor rotates."""
     # A query and its own state have the same angle, so their score needs no RoPE.
     own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
@@ -261,8 +262,8 @@ class TokenAttention(Attention):
 
 
 def attend_tokens(q, k, v, layer, context):
-    """Return the attention of T tokens to themselves, without tokens before them:
-    q (B, H, T, D), k, v (B, G, T, D) -> (B, H, T, D)."""
+    """Return the attention of T tokens to themselves, without tokens before them, (B, H, T, D), of
+    q (B, H, T, D) and k, v (B, G, T, D)."""
     cfg, bias = context.cfg, None  # attend is causal without a bias
     if cfg.kinds[layer] == "swa":
         if cfg.fast:
@@ -340,7 +341,8 @@ class CachedContext(Context):
     def __init__(self, cfg, cache, T, n_valid=None):
         self.cache, self.slots, self.padding = cache, cache.place(T, n_valid), None
         like = cache.lengths.new_empty(0, dtype=cache.dtype)
-        super().__init__(cfg, like, self.slots.pos)  # padding has some position inside the cache
+        # Padding has the position of a slot, too, which nothing but RoPE and newest reads.
+        super().__init__(cfg, like, self.slots.pos)
         if self.slots.at is not None:  # rows may differ
             self.padding = self.slots.at == cache.max_len  # place gives this slot to padding
         self.newest = {kind: newest_slot(kind, self) for kind in self.rope if T == 1}
@@ -348,12 +350,13 @@ class CachedContext(Context):
 
 def newest_slot(kind, context):
     """Return the slot of one new token a row, (B or 1, 1), and what it attends to: the first S
-    slots, with a bias or None. These are the slots that its row has filled, or the whole ring."""
+    slots, and a bias or None. The longest row has filled S slots, or the whole ring. The bias hides
+    those that a shorter row has not filled."""
     cfg, cache, n_slots = context.cfg, context.cache, context.cache.n_slots[kind]
-    # K tokens share a slot. number counts slots as if there were no ring. In a ring of n_slots,
-    # number n_slots is slot 0 again.
-    K, number = (cfg.chunk, context.chunk_of) if kind == "rat" else (1, context.pos)
-    S = n_slots if cache.static else min(cache.longest // K + 1, n_slots)  # of the longest row
+    # number counts slots as if there were no ring. In a ring of n_slots, number n_slots is slot 0
+    # again.
+    per_slot, number = (cfg.chunk, context.chunk_of) if kind == "rat" else (1, context.pos)
+    S = n_slots if cache.static else min(cache.longest // per_slot + 1, n_slots)
     bias = None
     if context.padding is not None:  # a row has filled slots 0 .. number, and in a full ring all
         bias = attention_bias(number, torch.arange(S, device=number.device))
@@ -361,7 +364,8 @@ def newest_slot(kind, context):
 
 
 def rat_decode(q, k, v, a, layer, context):
-    """Return (3) for T tokens that follow the cached ones: q, k, v, a (B, T, W) -> (B, H, T, D)."""
+    """Return (3), (B, H, T, D), for T tokens that follow the cached ones, of q, k, v, a
+    (B, T, W)."""
     cfg, cache, K = context.cfg, context.cache, context.cfg.chunk
     k_state, v_state = continued_states(a, [k, v], layer, context, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
@@ -391,7 +395,8 @@ def continued_states(a, xs, layer, context, K):
     if cache.longest:
         # A chunk may start at any token, and in each row at another one. So scan takes the T tokens
         # as one chunk that goes on from the cached state. It gets gate instead of a. Where a chunk
-        # starts, scan then computes 0 h + (1 - 0) x. So x is multiplied by the 1 - a of (2) before.
+        # starts, scan then computes 0 h + (1 - 0) x, so that x is multiplied by the 1 - a of (2)
+        # beforehand.
         xs = [torch.where(starts, (1 - a) * x, x) for x in xs]
         states = [kernels.scan(gate, x, T, h) for x, h in zip(xs, cached.unbind(1))]
     else:
@@ -417,6 +422,7 @@ def token_decode(q, k, v, layer, context):
     if q.size(2) == 1:
         return decode_one(q, k, v, layer, context)
     cache, pos, n_slots = context.cache, context.pos, context.cache.k[layer].size(2) - 1
+    # Attention comes first, because fill overwrites slots of the ring that these queries read.
     y = (attend_cached if cache.longest else attend_tokens)(q, k, v, layer, context)
     # Only the last n_slots tokens of a row are written, so that no slot is written twice.
     end = (cache.lengths + context.slots.n_new)[:, None]

@@ -46,9 +46,9 @@ The head can predict after every loop, so that a model can exit early (Section 3
     evaluation, decoding          exit_loop (0: R)       CE after that loop
 
 In this file and in sample.py all tokens stop after the same loop. In serve.py each token can exit
-after the first loop whose prediction is sure. Every unrolled layer has keys and values of its own,
-so that a token that exits has none in deeper loops, where later tokens need them. serve.py says how
-it supplies them.
+after the first loop whose prediction is sure. Every unrolled layer has keys and values of its own.
+A token that exits has none in deeper loops, although later tokens need them there. serve.py says
+how it supplies them.
 
 Dropout is on embeddings, attention weights and residual branches.
 
@@ -56,9 +56,9 @@ Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sha
 Layer-wise LoRA" (2410.20672). github.com/raymin0223/mixture_of_recursions has a part of its code.
 This file differs from the paper and from that code as follows.
 - (4) The paper has no ratio g_l / g'. Here it is needed, because norms are tied too.
-- (4) init=stepwise. Stored block k does not start from layer k, and still the paper (Appendix C)
-  starts the deltas of the first loop at 0. Here these deltas follow (4) too, because otherwise a
-  conversion at full rank would not give the trained model back.
+- (4) init=stepwise. Stored block k starts from another layer than k, so that (4) gives deltas in
+  the first loop, too. The paper sets these to 0 (Appendix C). Here they follow (4), because
+  otherwise a conversion at full rank would not give the trained model back.
 - (3) The public code scales deltas by alpha / rank. Here deltas have no factor, because a factor
   would break (4).
 - QK-norm. The paper's models have none. Here each use has weights of its own if rank > 0.
@@ -94,11 +94,12 @@ class Config(BaseConfig):
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
-    # These two options say how a trained model_gpt is converted.
-    init: str = choice("average", "stepwise", "lower", "upper", "random")   # layers_for_tied
+    # These two options say how a trained model_gpt is converted. layers_for_tied has the values of
+    # init; random leaves W' at random weights.
+    init: str = choice("average", "stepwise", "lower", "upper", "random")
     lora_init: str = choice("svd", "zero")      # deltas start as (4), or at 0
-    # Three options are for training with early exit, exit_loop is for evaluation and decoding, and
-    # loop_warmup is for any training.
+    # Three options are for training with early exit (Model.forward has its loss). exit_loop is for
+    # evaluation and decoding, and loop_warmup is for any training.
     early_exit: str = choice("none", "weighted", "aggressive")  # c_i of the losses (loop_weights)
     exit_weight: float = 0.1     # aggressive: c_i of the earlier loops
     exit_loss: str = choice("ce", "kl", "both")     # losses of the earlier loops; kl: to the last
@@ -127,7 +128,7 @@ class Config(BaseConfig):
 # ---- the method ----
 
 def run_loops(blocks, h, context, last_loop):
-    """h_0 (B, T, C) -> the states after loops 1 .. last_loop, a list of (B, T, C).
+    """Return the states after loops 1 .. last_loop, a list of (B, T, C), from h_0 (B, T, C).
 
     A block is called with its unrolled layer l, as in all models, so that blocks of another model
     can run in these loops."""
@@ -215,7 +216,8 @@ class RelaxedLinear(nn.Module):
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))    # no delta yet
 
     def forward(self, x, u):
-        """x (B, T, in) -> (B, T, out). u is the use of all rows, or (B, R) as in Block."""
+        """Return (3), (B, T, out), of x (B, T, in). u is the use of all rows, or (B, R) as in
+        Block."""
         y = F.linear(x, self.weight)                        # W' x
         if self.rank and isinstance(u, int):
             y = y + F.linear(x, self.a[u]) @ self.b[u]      # + B_u A_u x    (3)
@@ -239,11 +241,13 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.eps = cfg.norm_eps
         ones = [nn.Parameter(torch.ones(cfg.head_size)) for _ in range(cfg.n_loop)]
+        # At rank 0 the list has the same Parameter R times, so that weights[u] works there, too.
         self.weights = nn.ParameterList(ones if cfg.rank else ones[:1] * cfg.n_loop)
 
     def forward(self, x, u):
         """Return x, normalized, times the weight of use u, an int or (B, R) as in Block. In 16 bits
-        this rounds before the weight, too, which model_gpt's RMSNorm does not do."""
+        the normalized x is rounded once more before the weight, which model_gpt's RMSNorm does not
+        do."""
         if isinstance(u, int):
             weight = self.weights[u]
         else:
@@ -274,8 +278,8 @@ def convert(model, weights):
     """Start model from `weights`, the state dict of a model_gpt of any depth.
 
     Each stored block gets tied weights, W' and norms, which are the mean of some trained layers.
-    Then each of its uses gets what is its own, from the trained layer that is its source: the
-    weights of QK-norm, and deltas."""
+    Then each of its uses gets what is its own, from the trained layer that is its source. These are
+    the deltas by (4) and, if rank > 0, the weights of QK-norm."""
     cfg, sources = model.cfg, source_layers(weights, model.cfg.n_layer)
     for name, w in weights.items():
         if not name.startswith("blocks."):
@@ -284,7 +288,8 @@ def convert(model, weights):
     for k, block in enumerate(model.blocks):
         # If init=random, start is empty, so tied is empty too and nothing is set.
         start = [sources[layer] for layer in layers_for_tied(cfg, k)]
-        tied = {name: sum(s[name] for s in start) / len(start) for name in sources[0] if start}
+        names = sources[0] if start else ()
+        tied = {name: sum(s[name] for s in start) / len(start) for name in names}
         # strict=False passes over the QK-norms of tied, because HeadNorm has other names.
         block.load_state_dict(tied, strict=False)
         for u, source in enumerate(sources[k::cfg.n_stored]):
@@ -335,7 +340,7 @@ def set_deltas(block, k, u, source):
             n_use, r, _ = part.a.shape
             wanted = folded(block, k, source, name)
             missing = wanted - upcast(part.weight)      # U S V^T, and B_u A_u at full rank
-            # W' and g' are each a mean of up to n_use weights, so each is rounded as often.
+            # W' and g' are two means of up to n_use weights each, and are rounded as often.
             eps = 2 * n_use * max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
             if missing.norm() > eps * wanted.norm():
                 U, S, Vh = torch.linalg.svd(missing, full_matrices=False)
@@ -379,8 +384,8 @@ class Model(LanguageModel):
         return self.cfg.exit_loop or self.cfg.n_loop
 
     def loop_states(self, idx, context=None):
-        """idx (B, T) -> the states after each loop, a list of (B, T, C). A plain pass (None) makes
-        its own context, as in LanguageModel.hidden."""
+        """Return the states of idx (B, T) after each loop, a list of (B, T, C). A plain pass (None)
+        makes its own context, as in LanguageModel.hidden."""
         h = self.drop(self.wte(idx))
         plain_training = self.training and context is None
         last_loop = self.training_loops if plain_training else self.loops_to_run

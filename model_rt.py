@@ -5,9 +5,9 @@ from this layer's outputs.
 In a Transformer, the keys and values of layer l are made from the output of layer l - 1. In an RT
 those of earlier positions are made from the output of layer l itself. A single layer is therefore
 as deep in time as the sequence is long: a path through L layers and T positions passes up to
-T + L - 1 blocks, and in a Transformer L. The recurrence adds no parameters, and the cache is as
-large as a Transformer's. The price is that a layer becomes a loop over positions. Training runs the
-loop forward and then back, because gradients flow through all keys and values.
+T + L - 1 blocks, and in a Transformer it passes L. The recurrence adds no parameters, and the cache
+is as large as a Transformer's. The price is that a layer becomes a loop over positions. Training
+runs the loop forward and then back, because gradients flow through all keys and values.
 
 One layer, for positions i = 1 .. T with inputs x_i:
 
@@ -19,8 +19,8 @@ One layer, for positions i = 1 .. T with inputs x_i:
     k_i  = nk(Wk n1(y_i))   v_i = Wv n1(y_i)                        (5)
                                                  persistent pair, for all positions after i
 
-n1 and n2 are RMSNorms. So are nq and nk, over the channels of all heads as one vector. nq and nk
-are there with qk_norm=full, the paper's choice, and not by default. Scores are
+n1 and n2 are RMSNorms. nq and nk are RMSNorms, too, each over the channels of all heads as one
+vector. They are there with qk_norm=full, the paper's choice, and not by default. Scores are
 q_i . k_j / sqrt(D) - m_h (i - j). The second term is ALiBi, with m_h = 2^(-8 h / H) in head
 h = 1 .. H. For the temporary pair it is 0.
 
@@ -48,11 +48,12 @@ what runs:
     true       no     tiled      any   tiled: the same, with fewer reads of keys
     true       no     wavefront  any   rt_wavefront.run_layers: several layers at a time
     true       yes    any        1     Block.one_token
-    true       yes    wavefront  > 1   rt_wavefront.prefill, if all rows hold equally many tokens
+    true       yes    wavefront  > 1   rt_wavefront.prefill, if the rows of the cache are all alike
+                                       (KVCache.ragged says whether they may differ)
     true       yes    all else   > 1   Block.one_token, token after token, which is slow
     false      any    any        any   Block.at_once
 
-schedule=auto stands for naive with fast=false, and with fast=true for wavefront, or for tiled if
+schedule=auto means naive if fast=false. If fast=true, it means wavefront, or tiled where
 kv_norm=false.
 
 This file differs from the paper and from its code (commit a21b42d) as follows.
@@ -104,7 +105,7 @@ class Config(BaseConfig):
         super().__post_init__()
         self.at_least(1, "chunk")
         self.at_least(0, "n_mlp")
-        check_values(self)
+        check_rt(self)
         self.schedule_used = self.schedule
         if self.schedule == "auto":
             fastest = "wavefront" if self.kv_norm else "tiled"
@@ -135,14 +136,14 @@ class Block(nn.Module):
         q, k_temp, v_temp = self.temporary(x, context.rope)  # (1), for all positions
         k, v = k_temp[:, :, :0], v_temp[:, :, :0]  # persistent pairs: none yet
         ys = []
-        for i, x_i in enumerate(x.split(1, 1)):  # (B, 1, C)
+        for i, x_i in enumerate(x.split(1, dim=1)):  # (B, 1, C)
             now = slice(i, i + 1)
             keys = torch.cat([k, k_temp[:, :, now]], 2)  # (B, G, i + 1, D)
             values = torch.cat([v, v_temp[:, :, now]], 2)
             bias = context.bias[:, :, now, :i + 1]  # ALiBi or 0, because no key is later
             a_i = attend(q[:, :, now], keys, values, bias, fast=False)    # (2)
             y_i = self.output(x_i, a_i)                                   # (3), (4)
-            rope_i = [table[:, :, now] for table in context.rope]
+            rope_i = [table[:, :, now] for table in context.rope]  # () without RoPE
             k_i, v_i = self.persistent(y_i, rope_i)                       # (5)
             k, v = torch.cat([k, k_i], 2), torch.cat([v, v_i], 2)
             ys.append(y_i)
@@ -210,11 +211,11 @@ class Block(nn.Module):
 #               time 1  2  3  4
 #            layer 2    c1 c2 c3
 #            layer 1 c1 c2 c3
-# All queries of a chunk attend to the earlier chunks in one call. Only then the positions of the
-# chunk follow one after the other, and each attends to those of the chunk before it.
+# All queries of a chunk attend to the earlier chunks in one call. Only then do the positions of the
+# chunk follow one after the other, and each attends to the positions before it in its own chunk.
 # rt_wavefront.py has the equations a second time, with a backward pass by hand. A fork that changes
-# an equation changes it in both files, or trains with schedule=tiled. Both passes of the wavefront
-# apply n1 in (5), so that they need kv_norm=true.
+# an equation has to change it in both files, or to train with schedule=tiled. Both passes of the
+# wavefront apply n1 in (5), so that they need kv_norm=true.
 #
 # tiled is the paper's Algorithm 1. It relies on (1), which gives all queries of a layer before the
 # loop. After n positions, let t be the largest power of two that divides n. Then the queries
@@ -255,10 +256,11 @@ def tiled(block, x, context):
         keys = slice(n - t, n)
         queries = slice(n, n + t)  # the lists end at T, and so do their slices
         if n < x.size(1):  # (2)
-            q, out, lse = (torch.cat(each[queries], 2) for each in (qs, outs, lses))
-            k, v = torch.cat(ks[keys], 2), torch.cat(vs[keys], 2)
-            out, lse = merge_tile(out, lse, q, k, v, pos[queries], pos[keys], context.slopes)
-            outs[queries], lses[queries] = out.split(1, 2), lse.split(1, 2)
+            q_t, out_t, lse_t = (torch.cat(each[queries], 2) for each in (qs, outs, lses))
+            k_t, v_t = torch.cat(ks[keys], 2), torch.cat(vs[keys], 2)
+            out_t, lse_t = merge_tile(out_t, lse_t, q_t, k_t, v_t, pos[queries], pos[keys],
+                                      context.slopes)
+            outs[queries], lses[queries] = out_t.split(1, 2), lse_t.split(1, 2)
     return torch.cat(ys, 1)
 
 
@@ -277,7 +279,7 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
     the softmax over the tile, with the score lse and the value out."""
     # In 16 bits attend_by_position is called for every tile, because q @ k would round the scores.
     # In float32 it is called for more than 32 keys only, because for fewer the call takes longer
-    # than the work. (This 32 has nothing to do with cfg.chunk.)
+    # than the work. own is one more key of each query.
     if q.dtype != lse.dtype or k.size(2) > 32:
         return kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes, own=(lse, out))
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
@@ -292,7 +294,8 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
 # ---- what the layers of a call share ----
 
 class Context(model_gpt.Context):
-    """The same as in model_gpt, but there is a bias in the first two cases of attention only."""
+    """The same as in model_gpt, but there is a bias only in the first two cases that the method
+    `attention` lists."""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=False):
         self.naive = cfg.schedule_used == "naive"
@@ -338,7 +341,7 @@ class Model(LanguageModel):
     @torch.no_grad()
     def init_weights(self):
         """Make every matrix normal, truncated at 3 sigma, with sigma = 1 / sqrt(C). The projections
-        into the residual stream are smaller: in the n-th layer, sigma = 1 / sqrt(2 fan_in n)."""
+        into the residual stream are smaller: in layer l = 1 .. L, sigma = 1 / sqrt(2 fan_in l)."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 std = 1 / math.sqrt(self.cfg.n_embd)
@@ -363,7 +366,8 @@ class Model(LanguageModel):
         one after the other."""
         if not self.cfg.recurrent or idx.size(1) == 1:
             return super().decode(idx, cache, n_valid)
-        slots = cache.place(idx.size(1), n_valid)  # raises if they do not all fit
+        # place raises if the tokens do not all fit, before the first one is written.
+        slots = cache.place(idx.size(1), n_valid)
         if self.cfg.schedule_used == "wavefront" and not cache.ragged:
             return self.prefill(idx, cache, slots)
         states = []
@@ -400,7 +404,8 @@ class BlockWithoutKVNorm(Block):
 
 # ---- checks of a Config ----
 
-def check_values(cfg):
+def check_rt(cfg):
+    """Raise ValueError, naming the field, where a value is impossible."""
     if cfg.head_size > kernels.HEAD_SIZES[-1]:
         raise ValueError(f"head_dim={cfg.head_size} must be at most {kernels.HEAD_SIZES[-1]}")
     if cfg.schedule == "wavefront" and not cfg.kv_norm:

@@ -12,9 +12,10 @@ chunks with l + c = s therefore run together, in step s:
         layer 0    0 1 2 3
 
 A step is a loop over the K positions of its chunks, so that T + (L - 1) K positions run one after
-the other and not L T. At each position, one bmm is the product of all A layers that are active in
-the step. `outside` is the exception: it calls attention once for each layer, because layers have
-different numbers of earlier keys. `outside` runs once a step, before the loop.
+the other and not L T (T is rounded up to whole chunks). At each position, one bmm is the product of
+all layers that are active in the step, A of them. Attention to earlier chunks is the exception. It
+runs once a step, before the loop (`outside`), and is called once for each layer, because layers
+have different numbers of earlier keys.
 
 A step has two parts, here with the numbers of model_rt.py's equations. The first part takes all
 positions of a chunk at once. It computes (1), and attention to the temporary pair and to the pairs
@@ -28,8 +29,8 @@ right only if (5) applies n1 as (1) does, and so the wavefront needs kv_norm=tru
 
 The first half of this file is the forward pass, which can be read alone. The second half is the
 backward pass, written by hand, with its equations. The end has what belongs to no equation: the
-autograd function, CUDA graphs, and PLAIN, this file's code for those pieces of a position for
-which rt_triton.py has kernels.
+autograd function, CUDA graphs, and PLAIN, which lists those functions of this file for which
+rt_triton.py has kernels.
 
 The schedule is ours. Three ideas are the paper's: only x and y of each layer are saved for the
 backward pass (section 6.1), CUDA graphs (6.2), and a reverse loop that has (B1) to (B6) alone
@@ -41,7 +42,8 @@ Letters, beside those of model_gpt.py (here S is the number of cached keys alone
     P  positions, any number            Z  key heads of all rows and active layers, A B G
     A  layers active in a step          M  width of the MLP
 
-    l  a layer, c a chunk, s = l + c a step; i a query's position, j a key's, both in a chunk
+    l  a layer, c a chunk, s = l + c a step
+    i  a query's position, j a key's: in equations of the sequence, in the code of the chunk
 """
 import math
 from collections import namedtuple
@@ -79,13 +81,13 @@ def forward_pass(wave, x, *weights, pairs=None):
 def forward_step(wave, states, pairs, w, step):
     """Run one chunk of each active layer. The chunk is read from states, and its outputs and
     persistent pairs are written to states and pairs. w has the weights of the active layers."""
-    eps, pieces, w_kv = wave.cfg.norm_eps, wave.pieces, w.qkv[:, wave.kv]
+    eps, pieces, w_kv = wave.cfg.norm_eps, wave.pieces, w.qkv[:, wave.kv_rows]
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     x = wave.diagonal(states[:-1], step, 1)                                      # (A, K, B, C)
     (q, k_temp, v_temp), _ = wave.temporary(x.flatten(1, 2), w, rope)            # (1)
     out, lse = wave.outside(q, k_temp, v_temp, pairs, step)                      # begins (2)
     q, out, lse = (rows.unbind(1) for rows in wave.by_position(q, out, lse))     # (Z, Q, .) each
-    k, v = (out[0].new_empty(len(out[0]), wave.K, wave.D) for _ in "kv")         # the chunk's own
+    k, v = (out[0].new_empty(len(out[0]), wave.K, wave.D) for _ in range(2))     # the chunk's own
     ropes, ys = each_position(rope, wave.K), []
     for i, x_i in enumerate(x.unbind(1)):                                        # (A, B, C)
         a_i = pieces.read_pairs(q[i], k[:, :i], v[:, :i], wave.bias[:, i, :i], lse[i], out[i])
@@ -121,7 +123,7 @@ class Wavefront:
         self.length = chunks * self.K
         self.steps = [Step(s, lo=max(0, s + 1 - chunks), hi=min(L, s + 1))
                       for s in range(chunks + L - 1)]
-        self.kv = slice(self.H * self.D, None)  # Wk and Wv in the rows of qkv
+        self.kv_rows = slice(self.H * self.D, None)  # the rows of qkv that are Wk and Wv
         self.dtype = compute_dtype(x)  # of products: autocast's where it is on
         self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums: float32 or better
         self.pieces = PLAIN
@@ -133,9 +135,10 @@ class Wavefront:
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
-        # For each chunk: its start, and (q_pos, k_pos, slopes) for attend_by_position.
-        self.starts = [(start, (self.pos[start:start + self.K], self.pos[:start], self.slopes))
-                       for start in range(S, S + self.length, self.K)]
+        # For each chunk: its start, which is the number of earlier keys, and the arguments (q_pos,
+        # k_pos, slopes) with which attend_by_position reads these.
+        self.earlier = [(start, (self.pos[start:start + self.K], self.pos[:start], self.slopes))
+                        for start in range(S, S + self.length, self.K)]
         # In a chunk the bias, (H or 1, K, K), is ALiBi's, and -inf unless the key is earlier.
         pos = self.pos[:self.K]
         bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
@@ -184,11 +187,11 @@ class Wavefront:
         """Return out (A, B, H, K, D) and lse (A, B, H, K) of a chunk's queries after they have
         attended to their temporary pairs and to all earlier chunks."""
         score, found = (q * k_temp).sum(-1) * self.scale, []  # the temporary pair's
-        for n, l in enumerate(range(step.lo, step.hi)):
-            start, positions = self.starts[step.s - l]
+        for a, l in enumerate(range(step.lo, step.hi)):
+            start, positions = self.earlier[step.s - l]
             keys, values = pairs[:, l, :, :, :start]  # all are visible
-            own = score[n], v_temp[n]
-            found.append(kernels.attend_by_position(q[n], keys, values, *positions, own=own))
+            own = score[a], v_temp[a]
+            found.append(kernels.attend_by_position(q[a], keys, values, *positions, own=own))
         out, lse = map(torch.stack, zip(*found))
         return out, lse
 
@@ -259,7 +262,8 @@ def heads(rows, weight, rope, eps, B, D):
 def each_position(tensors, K):
     """Return a list over K positions. For each it has the slices (A, n, ...) of the tensors
     (A, K n, ...), in which each position has n rows."""
-    return [*zip(*(x.split(x.size(1) // K, 1) for x in tensors))] or [()] * K
+    parts = [x.split(x.size(1) // K, 1) for x in tensors]
+    return [*zip(*parts)] if parts else [()] * K  # without RoPE there are no tables
 
 
 def read_pairs(q, k, v, bias, lse, out):
@@ -364,7 +368,7 @@ def backward_pass(wave, states, dy, *weights):
 
 def persistent(wave, y_n, w, rope):
     """Return k, v (A, P, B, G, D) of y_n = n1(y) (A, P B, C), as in (5), and the parts of nk."""
-    k, v = product(y_n.to(wave.dtype), w.qkv[:, wave.kv]).chunk(2, -1)  # (A, P B, G D) each
+    k, v = product(y_n.to(wave.dtype), w.qkv[:, wave.kv_rows]).chunk(2, -1)  # (A, P B, G D) each
     k, k_parts = heads(k, w.nk, rope, wave.cfg.norm_eps, wave.B, wave.D)
     return k, v.view(v.size(0), -1, wave.B, wave.G, wave.D), k_parts
 
@@ -379,7 +383,7 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     dx, dqkv = input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step)
     wave.diagonal(d_states[:-1], step, 1).copy_(dx.unflatten(1, (wave.K, wave.B)))
     for grad, d_out, x_in in (  # (B10)
-            (grads.qkv, dqkv, chunk.x_parts.n), (grads.qkv[:, wave.kv], dkv, chunk.y_parts.n),
+            (grads.qkv, dqkv, chunk.x_parts.n), (grads.qkv[:, wave.kv_rows], dkv, chunk.y_parts.n),
             (grads.wo, dz, chunk.a), (grads.up, du, chunk.z_parts.n),
             (grads.down, g, F.gelu(chunk.u))):
         grad += torch.bmm(d_out.mT.to(wave.dtype), x_in.to(wave.dtype))
@@ -391,8 +395,9 @@ def recompute(wave, x, y, pairs, d_pairs, w, step):
     eps, dtype = wave.cfg.norm_eps, wave.dtype
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     temp, (x_parts, q_parts, k_temp_parts) = wave.temporary(x, w, rope)  # q, k^, v^
-    own = (wave.diagonal(buffer, step, 3) for buffer in (*pairs, *d_pairs))
-    attention = ChunkAttention(wave, temp[0], *wave.outside(*temp, pairs, step), *own)
+    k, v, dk, dv = (wave.diagonal(buffer, step, 3) for buffer in (*pairs, *d_pairs))
+    out, lse = wave.outside(*temp, pairs, step)
+    attention = ChunkAttention(wave, temp[0], out, lse, k, v, dk, dv)
     a = attention.a.permute(0, 3, 1, 2, 4).flatten(3).flatten(1, 2)  # (A, K B, H D)
     z_parts = norm_parts(x + product(a.to(dtype), w.wo), eps)
     y_parts = norm_parts(y, eps)
@@ -407,7 +412,7 @@ def reverse_loop(wave, chunk, dy, w):
     """Run (B1) to (B6) from the last position to the first. Return g, du, dz and dkv, rows
     (A, K B, .), and leave da and delta in chunk.attention. g_low and dz_low are g and dz in the
     dtype of products."""
-    pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv]
+    pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv_rows]
     ropes, y_parts, z_parts, k_parts, rows = (each_position(tensors, wave.K) for tensors in (
         chunk.rope, chunk.y_parts, chunk.z_parts, chunk.k_parts, (dy, chunk.u)))
     done = []
@@ -447,15 +452,15 @@ def input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step):
 
 def outside_backward(wave, q, k_temp, v_temp, attention, pairs, d_pairs, step):
     """Return dq, dk^, dv^ (A, B, H, K, D) of wave.outside, and add to d_pairs. a, lse and da are
-    those of attention to all keys, and not of outside alone, because
-    attend_by_position_backward wants them so."""
+    those of attention to all keys, and not of outside alone, because p_ij is a share of the whole
+    softmax."""
     a, lse, da = attention.a, attention.lse, attention.by_head(attention.da_rows)
     p = torch.exp((q * k_temp).sum(-1) * wave.scale - lse)[..., None]
     ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), because delta is da . a
     dq, dk_temp, dv_temp = ds * k_temp * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
     a, da = a.to(wave.dtype), da.to(wave.dtype)
     for n, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has no earlier keys
-        start, positions = wave.starts[step.s - l]
+        start, positions = wave.earlier[step.s - l]
         keys, values = pairs[:, l, :, :, :start]
         new = kernels.attend_by_position_backward(
             q[n], keys, values, a[n], lse[n], da[n], *positions)
@@ -584,7 +589,7 @@ def prefill(cfg, blocks, x, past):
     (L, B, G, T, D). past is a list of the cached k (B, G, S, D) of all layers, then of their v.
     There are no gradients. There is no CUDA graph, because lengths differ from call to call."""
     S = past[0].size(2)
-    wave = Wavefront(cfg, x, len(blocks), S)  # made before autocast, whose dtype it takes, is off
+    wave = Wavefront(cfg, x, len(blocks), S)  # It takes autocast's dtype, before autocast is off.
     with torch.autocast(x.device.type, enabled=False):
         pairs = torch.stack(past).to(wave.dtype).unflatten(0, (2, -1))
         pairs = F.pad(pairs, (0, 0, 0, wave.length))  # the new ones get room
@@ -599,7 +604,7 @@ class Layers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, cfg, x, *weights):
-        ctx.wave = Wavefront(cfg, x, len(weights[0]))
+        ctx.wave = Wavefront(cfg, x, L=len(weights[0]))
         states, = run(ctx.wave, forward_pass, x, *weights)
         ctx.save_for_backward(states, *weights)
         return states[-1, :ctx.wave.T].transpose(0, 1).contiguous()

@@ -108,7 +108,7 @@ def by_hand(model, x, top_k):
         log["ce_topk"] = by_hand(model, x, True)[2]["ce"]
     elif cfg.router == "expert":
         bce, right = sum(sum(row["bce"]) for row in logs) / B, [x for row in logs for x in row["right"][1:]]
-        log |= {"aux": bce.detach(), "router_accuracy": torch.cat(right).double().mean() if right else 0}
+        log |= {"aux": bce.detach(), "router_accuracy": torch.cat(right).double().mean() if right else 1}
         loss = loss + cfg.aux_weight * bce + cfg.z_loss * z
     if cfg.router == "token":
         p, f = torch.stack([row["p"] for row in logs]).flatten(0, 1), [R * log[f"depth{d}"] for d in range(1, R + 1)]

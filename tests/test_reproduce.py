@@ -319,9 +319,9 @@ def test_a_refresh_gives_keys_and_values_of_the_newest_memories():
     model = move(refresh.Model(cfg).double(), 0.5)
     tokens = model.embed(torch.randint(11, (2, 10)))
     zero = torch.zeros_like(tokens.x0[:, :1])
-    wanted_x, m = lrt.run(model, lrt.Context(model, tokens, zero, {}))
+    wanted_x, m = lrt.run_layers(model, lrt.Context(model, tokens, zero, {}))
     for s in range(3):
-        x, new_m = lrt.run(model, lrt.Context(model, tokens, lrt.shifted(m, zero), {}))
+        x, new_m = lrt.run_layers(model, lrt.Context(model, tokens, lrt.shifted(m, zero), {}))
         wanted_x, m = (torch.slice_scatter(old, new[:, s::3], 1, s, 10, 3) for old, new in ((wanted_x, x), (m, new_m)))
     found_x, _, found_m, _ = refresh.interleaved(model, tokens)
     assert max((found_x - wanted_x).abs().max(), (found_m - m).abs().max()) < 1e-10

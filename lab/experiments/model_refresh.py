@@ -17,7 +17,7 @@ import torch
 
 import model_lrt
 from model_gpt import apply_rope
-from model_lrt import Config, Context, norm, run, shifted  # noqa: F401
+from model_lrt import Config, Context, norm, run_layers, shifted  # noqa: F401
 
 
 class FirstPass(Context):
@@ -43,14 +43,14 @@ def interleaved(model, tokens):
     N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
     zero = torch.zeros_like(tokens.x0[:, :1])
     context = FirstPass(model, tokens, zero, buffer)
-    first, m = run(model, context)
+    first, m = run_layers(model, context)
     local = {layer: (*context.local[layer], v_loc) for layer, (_, v_loc) in buffer.items()}
     x = first
     for s in range(min(N, T)):
         previous, subset = shifted(m, zero), slice(s, T, N)
         refresh(model, tokens, previous, buffer, local, visited=tokens.pos % N < s)
-        context = Context(model, tokens.at(subset), previous[:, subset], buffer, subset)
-        new_x, new_m = run(model, context)
+        context = Context(model, tokens.part(subset), previous[:, subset], buffer, subset)
+        new_x, new_m = run_layers(model, context)
         x = torch.slice_scatter(x, new_x, 1, s, T, N)
         m = torch.slice_scatter(m, new_m, 1, s, T, N)
     return x, first, m, buffer

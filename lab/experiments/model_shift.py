@@ -59,7 +59,7 @@ class Model(model_lrt.Model):
         tokens = self.embed(idx)
         context = model_lrt.Context(self, tokens, torch.zeros_like(tokens.x0[:, :1]), {})
         context.rec = self.rec
-        x, _ = model_lrt.run(self, context)
+        x, _ = model_lrt.run_layers(self, context)
         return model_lrt.norm(x + self.mix * before(x), self.cfg.norm_eps)
 
     def init_cache(self, *sizes):
