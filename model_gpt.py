@@ -440,10 +440,10 @@ class Model(LanguageModel):
 @torch.no_grad()
 def init_weights(model, n_layer=None):
     """Initialize as GPT-2 does. Every matrix is normal with a standard deviation of 0.02. With
-    n_layer, the projections into the residual stream are smaller by 1 / sqrt(2 n_layer), so that
-    the stream's variance does not grow with depth. The weights of norms stay 1. With
-    tie_embeddings, the head is the embedding. This function sets every matrix, so that a model with
-    a way of its own for some of them calls it first."""
+    n_layer, the projections into the residual stream, which are called wo and w_down, are smaller
+    by 1 / sqrt(2 n_layer), so that the stream's variance does not grow with depth. The weights of
+    norms stay 1. With tie_embeddings, the head is the embedding. This function sets every matrix,
+    so that a model with a way of its own for some of them calls it first."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))

@@ -464,6 +464,7 @@ class Model(LanguageModel):
     # of its own, as have alpha and beta. AdamW trains the gates.
     parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
                            alpha="alpha", beta="beta")
+    nanochat_rates = True       # each kind has nanochat's learning rate (common/optim.py)
 
     def __init__(self, cfg):
         nn.Module.__init__(self)    # the parts are nanochat's, not those of LanguageModel

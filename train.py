@@ -480,7 +480,7 @@ def restore(run, ckpt):
     if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
                  and (some or name != "batch_size")]:
         note(f"the checkpoint's losses were measured with another {', '.join(other)}: the best "
-             f"loss is forgotten")
+             f"loss is forgotten, and the next evaluation replaces best.pt")
         run.best_ce = math.inf
     try:
         load_optimizers(run.optimizers, ckpt["optimizers"], run.step, run.cfg)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from common.options import UserError
 
 # nanochat's groups, as the LRT paper has them (Appendix A). They are used if optimizer=muon and the
-# model has parameter_kinds, as LRT does. Each kind has AdamW's learning rate, in units of
+# model has nanochat_rates, as LRT does. Each kind has AdamW's learning rate, in units of
 # learning_rate, and beta1. The paper counts gates as scalars. At the paper's learning_rate, 0.004,
 # scalars learn at 125 * 0.004 = 0.5. At this rate the input of a gate's sigmoid would move by many
 # units a step, because it is a sum over all channels. So here gates learn at the head's rate. Muon
@@ -34,7 +34,7 @@ def parameter_groups(model, cfg):
     """Return the groups of parameters, each a dict of its settings. "kind" is the group's
     optimizer, "adamw" or "muon". "peak_lr" and "peak_decay" are the learning rate and the weight
     decay that the schedules scale."""
-    nanochat = cfg.optimizer == "muon" and hasattr(model, "parameter_kinds")
+    nanochat = cfg.optimizer == "muon" and getattr(model, "nanochat_rates", False)
     groups = nanochat_groups(model, cfg) if nanochat else common_groups(model, cfg)
     groups = [dict(g, peak_lr=g["lr"], peak_decay=g["weight_decay"])
               for g in groups if g["params"]]

@@ -243,13 +243,14 @@ def known(values, options, what) -> dict:
     return {name: value for name, value in values.items() if name in options}
 
 
-def check_known(values, options):
-    """UserError for the first name among values that is none of options."""
+def check_known(values, options, where=""):
+    """UserError for the first name among values that is none of options. `where` says, after the
+    name, where it stands."""
     for name in map(str, values):
         if name not in options:
             near = difflib.get_close_matches(name, options, n=1)
             hint = f"did you mean {near[0]}?" if near else "the options are " + ", ".join(options)
-            raise UserError(f"unknown option {name!r:.60}: {hint}")
+            raise UserError(f"unknown option {name!r:.60}{where}: {hint}")
 
 
 # In the values of these options, ~ is the home folder.
@@ -334,7 +335,12 @@ def model_module(name):
         raise UserError(f"model={name} is unknown: the models are {', '.join(found)}")
     module = importlib.import_module(f"model_{name}")
     config, needs = getattr(module, "Config", None), {"block_size", "vocab_size"}
-    if not (isinstance(config, type) and is_dataclass(config) and needs <= {*names(config)}
+    is_config = isinstance(config, type) and is_dataclass(config)
+    for option, kind in typing.get_type_hints(config).items() if is_config else ():
+        if option in names(config) and kind not in (int, float, bool, str):
+            raise UserError(f"{module.__file__}: the type of {option} must be int, float, bool or "
+                            f"str, because it is an option")
+    if not (is_config and needs <= {*names(config)}
             and all(f.default is not MISSING for f in fields(config))
             and {"state_dict", "flops_per_token"} <= {*dir(getattr(module, "Model", None))}):
         raise UserError(f"{module.__file__} is not a model file: it needs a dataclass Config with "
@@ -563,7 +569,8 @@ def merge(given, load):
         check_same_model(given.get("model", ckpt["model"]), ckpt)
         options = names(TrainConfig, model_module(ckpt["model"]).Config)
         saved = known({**ckpt["config"], **ckpt["model_config"]}, options, start.folder)
-        tell_ignored(chosen(named, saved.keys() - START - given.keys()), saved)
+        if "config" in given or file["config"] == saved["config"]:
+            tell_ignored(chosen(file, saved.keys() - START - given.keys()), saved)
         file, left = chosen(file, START), START
     saved = chosen(saved, saved.keys() - left)
     values = {**file, **saved, **given, "resume": start.resume, "init_from": start.init_from}
@@ -579,7 +586,10 @@ def checked(values, given, ckpt):
     """Return the TrainConfig and the fields of the model's Config, with these values and defaults.
     UserError if two values exclude each other, or if one does not fit the weights."""
     schemas = TrainConfig, model_module(values.get("model", TrainConfig.model)).Config
-    check_known(values, names(*schemas))
+    options, of_file = names(*schemas), values.keys() - given.keys()
+    check_known(chosen(values, given), options)
+    check_known(chosen(values, of_file), options, f" of config={values.get('config')} for model="
+                                                  f"{values.get('model', TrainConfig.model)}")
     cfg, model = (typed_config(schema, chosen(values, names(schema))) for schema in schemas)
     if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
         raise UserError("max_flops sets max_steps: give one of the two")

@@ -190,6 +190,8 @@ class Task:
     examples: int = 12_800      # fixed ones to train on (0: fresh ones at every step)
 
 
+# A new task has a function above, an entry here, an example in the docstring at the top (in the
+# same order), and in tests/test_tasks.py its LENGTHS and its check (CHECKS).
 TASKS = {
     "recall": Task(recall, 16, 4, even=True),
     "fuzzy_recall": Task(fuzzy_recall, 16, 11),      # 11: the longest pair twice

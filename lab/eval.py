@@ -61,6 +61,7 @@ class EvalConfig(Options):
     data_dir: str = ""       # where that data set is (default: the run's)
     block_size: int = 0      # the longest context of the model (default: the run's)
     exit_loop: int = 0       # relaxed, mor: the most loops (default: the run's)
+    fast: bool = True        # false: the equations written out
     device: str = "auto"     # auto | cpu | mps | cuda | cuda:N
     tasks: str = ""          # in place of a text: tasks of lm_eval (with commas), or a paper's
     prefill: str = choice("", "exact", "interleaved")   # of lrt in tasks (default: exact)
@@ -325,7 +326,7 @@ def main(argv):
     of_model = "block_size", "exit_loop", "prefill"
     changed = {key: getattr(cfg, key) for key in of_model if given.get(key)}
     device = pick_device(cfg.device)
-    model = build_model(ckpt, **{"fast": True, **changed}).to(device).eval()
+    model = build_model(ckpt, fast=cfg.fast, **changed).to(device).eval()
     run = SimpleNamespace(**{**ckpt["config"], "dataset": cfg.dataset, "data_dir": cfg.data_dir})
     tokenizer = load_tokenizer(ckpt["tokenizer"])
     with autocast(run, device):

@@ -514,9 +514,12 @@ def write(experiment, runs):
     text += how_made(experiment, sum(rows.values(), []) + measured)
     print(f"\n{experiment.title}\n\n{text}")
     marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    for file in HERE / "README.md", *LAB.rglob("*.md"):
-        if marks.search(old := file.read_text()):
-            file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old))
+    files = [file for file in (HERE / "README.md", *LAB.rglob("*.md"))
+             if marks.search(file.read_text())]
+    for file in files:
+        file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", file.read_text()))
+    if not files:
+        note(f"no file has the lines <!-- {experiment.name} --> and <!-- end --> for this table")
     if experiment.picture:
         panels = [panel_of(rows, **panel) for panel in experiment.picture]
         panels = [(style, curves) for style, curves in panels if curves]    # those with a result

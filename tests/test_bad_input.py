@@ -52,7 +52,7 @@ def world(tmp_path_factory, data_dir):
 T = ["out_dir=out", "data_dir=data", "dataset=words", *runs.SMALL[1:]]
 # If one guard refuses many inputs, a few of them are here.
 TRAIN = [
-    (["n_layr=3"], "unknown option 'n_layr': did you mean n_layer?"), (["config=unnamed.yaml"], "unknown option '1'"),
+    (["n_layr=3"], "unknown option 'n_layr': did you mean n_layer?"), (["config=unnamed.yaml"], "unknown option '1' of config=unnamed.yaml for model=gpt"),
     (["block_size=1000000"], "block_size=1000000 is too long"),
     (["vocab_size=100"], "vocab_size=100 is less than the data's 257"),
     (["beta2=1"], "beta2=1.0 must be at least 0 and at most 0.99999"),

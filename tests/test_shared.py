@@ -57,7 +57,7 @@ ARROWS = {
     # Reading: a model file can be copied into any project, together with the files that stand here.
     "decoding|graphs|kernels_triton": "", "kernels|rt_triton": "kernels_triton", "model_gpt": "decoding",
     "rt_wavefront": "model_gpt|kernels|graphs|rt_triton", "model_rt": "model_gpt|kernels|rt_wavefront|decoding",
-    "model_.*": "model_gpt|kernels|graphs|decoding",
+    "model_(rat|lrt|relaxed|mor)": "model_gpt|kernels|graphs|decoding", "model_.*": "(?!train$|lab).*",    # of a fork
     # Running.
     "prepare": r"common\..*", "sample": r"common\..*|graphs|decoding", "serve": r"common\..*|sample|model_gpt|decoding",
     "train": r"common\..*|sample|prepare|graphs|lab\.plot", r"common\..*": r"common\..*", r"lab\..*": "(?!train$).*"}
