@@ -251,6 +251,9 @@ class TaskBatches:
         if max(count, VAL_EXAMPLES) * block_size > 1 << 27:
             raise UserError(f"{count} examples of block_size={block_size} are too many to hold in "
                             f"memory: task_examples= sets their number")
+        if cfg.batch_size * block_size > 1 << 27:
+            raise UserError(f"batch_size={cfg.batch_size} examples of block_size={block_size} are "
+                            f"too many to hold in memory")
         self.seed, self.rows = cfg.seed, cfg.batch_size
         self.accumulation = cfg.gradient_accumulation_steps
         self.train = TaskData(task, block_size, cfg.seed, TRAIN, count)

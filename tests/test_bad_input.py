@@ -79,6 +79,7 @@ TRAIN = [
     (["dataset=pipebin"], "val.bin: it is not a regular file"), (["dataset=task:nothing"], "the tasks are task:recall, "),
     (["dataset=task:recall", "block_size=7"], "block_size=7 is impossible for dataset=task:recall"),
     (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
+    (["dataset=task:s3", "batch_size=1_000_000_000_000"], "batch_size=1000000000000 examples of block_size=16 are too many"),
     # config files
     (["config=pipe"], "pipe cannot be read"), (["config=number.yaml"], "model must be text without a zero byte (in YAML: in quotes)"),
     (["config=sixty.yaml"], "keep_interval must be an int (less than 2^63), and not '1:30'"),
