@@ -21,12 +21,13 @@ tokenizer  byte              256 byte values; vocabulary 257
            gpt2              GPT-2's (downloaded once, or read from TIKTOKEN_CACHE_DIR)
            hf:PATH_OR_NAME   a Hugging Face model's BPE: a folder with tokenizer.json, or a hub name
 
-A row of a table is a document, and so is a text file. A document goes to val if its SHA-256 is
-below val_fraction, so that it stays in its split when others come or go. Where that would leave a
-split empty, as it does with a single document, the end of each document goes to val. End-of-text
-follows every document, but not a single one. If the names of all tables in a folder tell a split,
-the tables of split= are read, and else all tables are. A note names the files of other kinds, which
-are not read. Documents that are not UTF-8 text are skipped and counted.
+A row of a table is a document, and so is a text file. A document goes to val if its SHA-256, as a
+fraction of 2^256, is below val_fraction, so that it stays in its split when others come or go.
+Where that would leave a split empty, as it does with a single document, the end of each document
+goes to val. End-of-text follows every document, unless there is only one. If the names of all
+tables in a folder tell a split, the tables of split= are read, and otherwise all tables. A note
+names the files of other kinds, which are not read. Documents that are not UTF-8 text are skipped
+and counted.
 
 dataset=packages has the same bytes on every machine, because its packages are pinned and the text
 of each is checked by its SHA-256. Identical files are read once. The validation text is that of

@@ -802,8 +802,6 @@ def main(argv):
             run.procs.meet()
             if run.procs.master:
                 finish(run, done)
-            else:
-                run.procs.leave()
     run.procs.leave()
 
 

@@ -61,7 +61,8 @@ def save_checkpoint(path, state):
     except (OSError, RuntimeError) as e:        # torch wraps a failed write in a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        reason = getattr(e, "strerror", None) or first_line(e)
+        reasons = (getattr(error, "strerror", None) for error in (e, e.__context__))
+        reason = next(filter(None, reasons), first_line(e))
         raise UserError(f"could not save {path}: {reason}; what was there is untouched") from e
 
 
@@ -209,6 +210,9 @@ def main(argv):
     if not cfg.export:
         raise UserError("export= is missing: give one run and a place, out/NAME export=PATH")
     path, ckpt = Path(cfg.export), load_checkpoint(run)
+    if path.suffix == ".pt" and (path.parent / "log.jsonl").exists():
+        raise UserError(f"{path} is in a run's folder, whose checkpoints train.py reads: export= "
+                        f"names another place")
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
     if cfg.exit_loop:

@@ -116,8 +116,8 @@ CHUNK = 1 << 20     # tokens of train that are hashed at once
 
 
 def grams(ids) -> np.ndarray:
-    """Return the hashes (T - GRAM + 1,) of ids (T,). Each is a hash of 64 bits of GRAM tokens in a
-    row, and begins at each token but the last GRAM - 1."""
+    """Return T - GRAM + 1 hashes of ids (T,). Hash i has 64 bits and covers the GRAM tokens that
+    begin at token i."""
     odd, step = np.uint64(0x9E3779B97F4A7C15), 1
     hashes = (np.asarray(ids).astype(np.uint64) + np.uint64(1)) * odd
     while step < GRAM:  # two hashes of `step` tokens make one of twice as many
@@ -132,14 +132,11 @@ def grams(ids) -> np.ndarray:
 def repeated(val, train) -> np.ndarray:
     """Return for each token of val (T,) whether it stands in a stretch of GRAM tokens that occurs
     in train. The tokens of train may be a mapped file, because they are read in chunks."""
-    at = grams(val)
-    known = np.unique(at)
-    found = np.zeros(len(known) + 1, dtype=bool)
-    for start in range(0, len(train) if len(known) else 0, CHUNK):
-        hashes = grams(train[start:start + CHUNK + GRAM - 1])
-        places = np.searchsorted(known, hashes).clip(max=len(known) - 1)
-        found[places[known[places] == hashes]] = True
-    starts = np.flatnonzero(found[np.searchsorted(known, at)])
+    hashes = grams(val)
+    found = np.zeros(len(hashes), dtype=bool)
+    for start in range(0, len(train), CHUNK):
+        found |= np.isin(hashes, grams(train[start:start + CHUNK + GRAM - 1]))
+    starts = np.flatnonzero(found)
     change = np.zeros(len(val) + 1, dtype=np.int64)
     change[starts] += 1
     change[starts + GRAM] -= 1
@@ -148,12 +145,12 @@ def repeated(val, train) -> np.ndarray:
 
 # ---- batches ----
 
-def draw(seed, step, places, rows, index, accumulation):
-    """Return the places (rows,) of micro-batch `index`, numbers below `places`, which are drawn
-    with replacement. All rows of an optimizer step are drawn together, so that it does not matter
+def draw(seed, step, n_places, rows, index, accumulation):
+    """Return `rows` random numbers below n_places, drawn with replacement, for micro-batch `index`.
+    All rows of an optimizer step are drawn together, so that it does not matter
     which process computes which micro-batch."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, step]))
-    return rng.integers(0, places, rows * accumulation)[index * rows:(index + 1) * rows]
+    return rng.integers(0, n_places, rows * accumulation)[index * rows:(index + 1) * rows]
 
 
 def spread(starts, rows, limit):

@@ -106,6 +106,8 @@ def silence(stream):
 COMPILERS = "torch._dynamo", "torch._inductor", "torch._functorch", "triton"
 RUST = "pyo3_runtime"
 # These errors have no class of their own and are known by their messages.
+TOO_LARGE = ("allocate memory|out of memory|size calculation overflowed|array is too big|"
+             "allowed dimension|Overflow when unpacking")
 NO_COMPILER = r"find C compiler|'[^']*(gcc|g\+\+|clang|nvcc|cl\.exe)'.* returned non-zero"
 DEVICE = "(CUDA|HIP|MPS) error|(CUBLAS|CUDNN|CUSOLVER)_STATUS"
 # Another process of torchrun has ended, after it told its own error.
@@ -121,7 +123,7 @@ def in_one_line(e):
     first = (lines or [type(e).__name__])[0][:300]
     if isinstance(e, UserError):
         return " ".join(str(e).split())
-    if isinstance(e, MemoryError) or re.search("allocate memory|out of memory", str(e)):
+    if isinstance(e, MemoryError) or re.search(TOO_LARGE, str(e)):
         return f"not enough memory: {first}"
     if isinstance(e, OSError):                  # a path is wrong, or a disk is full
         reason = e.strerror or first
@@ -151,10 +153,14 @@ def split_args(argv, least=0, most=0):
     """Return the paths among the arguments and the options, as in ["out/a=1/r", "n=3"] ->
     (["out/a=1/r"], {"n": "3"}). If an option is given twice, the last one holds. UserError if there
     are fewer than `least` paths or more than `most`. None as `most` allows any number."""
+    for arg in argv:
+        if arg.startswith("--"):
+            raise UserError(f"options have no dashes here: {arg.lstrip('-')}")
     given = dict(arg.split("=", 1) for arg in argv if is_option(arg))
     paths = [home(arg) for arg in argv if not is_option(arg)]
     if most is not None and len(paths) > most:
-        raise UserError(f"argument {paths[most]!r} is not of the form option=value")
+        raise UserError(f"argument {paths[most]!r} is not of the form option=value"
+                        + f", and {paths[0]!r} is the run already" * bool(most))
     if len(paths) < least:
         raise UserError("the command needs a run folder or checkpoint: out/NAME [option=value ...]")
     return paths, given
@@ -569,7 +575,7 @@ def merge(given, load):
         check_same_model(given.get("model", ckpt["model"]), ckpt)
         options = names(TrainConfig, model_module(ckpt["model"]).Config)
         saved = known({**ckpt["config"], **ckpt["model_config"]}, options, start.folder)
-        if "config" in given or file["config"] == saved["config"]:
+        if "config" in given or file["config"] == saved.get("config"):
             tell_ignored(chosen(file, saved.keys() - START - given.keys()), saved)
         file, left = chosen(file, START), START
     saved = chosen(saved, saved.keys() - left)

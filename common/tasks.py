@@ -247,11 +247,14 @@ class TaskBatches:
         if block_size < task.shortest or task.even and block_size % 2:
             raise UserError(f"block_size={block_size} is impossible for dataset={cfg.dataset}: it "
                             f"must be {'an even number, ' * task.even}{task.shortest} or larger")
-        count = cfg.task_examples or task.examples
-        if max(count, VAL_EXAMPLES) * block_size > 1 << 27:
+        count, most = cfg.task_examples or task.examples, (1 << 27) // block_size
+        if VAL_EXAMPLES > most:
+            raise UserError(f"block_size={block_size} is too long for the {VAL_EXAMPLES} examples "
+                            f"of an evaluation: it must be at most {(1 << 27) // VAL_EXAMPLES}")
+        if count > most:
             raise UserError(f"{count} examples of block_size={block_size} are too many to hold in "
-                            f"memory: task_examples= sets their number")
-        if cfg.batch_size * block_size > 1 << 27:
+                            f"memory: task_examples={most} would fit")
+        if cfg.batch_size > most:
             raise UserError(f"batch_size={cfg.batch_size} examples of block_size={block_size} are "
                             f"too many to hold in memory")
         self.seed, self.rows = cfg.seed, cfg.batch_size

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import serve
 from common.checkpoint import load_run
 from common.device import pick_device
-from common.options import HERE, UserError, run_cli, split_args, typed_config
+from common.options import HERE, UserError, naming, run_cli, split_args, typed_config
 from sample import check_prompts
 try:
     import uvicorn
@@ -231,7 +231,10 @@ def main(argv):
         runs[name] = PageEngine(model, tokenizer, cfg, *rule)
         if runs[name].rule:         # the same weights show what exits change
             runs[f"{name}-without-exits"] = PageEngine(model, tokenizer, cfg)
-    address = socket.getaddrinfo(cfg.host, cfg.port)[0][4][0]
+    with naming(f"host={cfg.host} port={cfg.port}"):
+        family, *_, (address, *_) = socket.getaddrinfo(cfg.host, cfg.port)[0]
+        # uvicorn would end with a status of its own if it cannot have the address.
+        socket.create_server((address, cfg.port), family=family).close()
     uvicorn.Server(uvicorn.Config(
         guarded if LOCAL.fullmatch(address) else app, host=cfg.host, port=cfg.port, ws="none",
         lifespan="off", access_log=False, timeout_graceful_shutdown=1)).run()

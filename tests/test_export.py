@@ -104,6 +104,8 @@ def test_an_exported_file_is_the_run_without_optimizers(data_dir, tmp_path, caps
     assert runs.fingerprint(train.state(more)["weights"]) == runs.fingerprint(state["weights"])
     with pytest.raises(UserError, match="overwrite=true"):
         checkpoint.main([str(folder), f"export={file}"])
+    with pytest.raises(UserError, match="is in a run's folder"):     # otherwise the run would lose its optimizers
+        checkpoint.main([str(folder), f"export={folder / 'ckpt.pt'}", "overwrite=true"])
     checkpoint.main([str(folder), f"export={file}", "overwrite=true", "exit_loop=1"])
     assert checkpoint.load_run(file)[0].loops_to_run == 1
 
