@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -306,6 +307,15 @@ def test_what_is_refused(argv, message, folders, monkeypatch):
     monkeypatch.setattr(page, "runs", {})
     with pytest.raises(UserError, match=message):
         page.main(argv.format(folders).split())
+
+
+def test_a_port_that_is_taken_is_named(folders, monkeypatch):
+    monkeypatch.setattr(page, "runs", {})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"host=127.0.0.1 port={taken.getsockname()[1]}"
+        with pytest.raises(OSError) as e:
+            page.main([f"{folders}/mor", "device=cpu", *address.split()])
+    assert e.value.filename == address
 
 
 def test_a_model_says_what_its_loop_is(url):
