@@ -212,33 +212,34 @@ class Engine:
     def step(self):
         """Run one loop of all slots or, in sequence batching, of the deepest slots. Return the
         requests that end."""
-        # 1. Who goes. In sequence batching a slot that is back at loop 1 waits for the others.
-        # lab.page also makes steps without a busy slot, for which max has a default.
+        # 1. Choose the slots that run. In sequence batching a slot that is back at loop 1 waits for
+        # the others. lab.page also makes steps without a busy slot, for which max has a default.
         slots, adapter = self.busy(), self.adapter
         if self.batching == "sequence":
             deepest = max((slot.depth() for slot in slots), default=0)
             slots = [slot for slot in slots if slot.depth() == deepest]
         tokens = [token for slot in slots for token in slot.take()]
 
-        # 2. They take a loop. Frozen tokens write their keys first, because others attend to them.
+        # 2. Their tokens take a loop. Frozen ones write their keys first, because others attend to
+        # these.
         self.run_layers(adapter.before_loops, [token for token in tokens if token.loop == 0])
         self.run_layers(adapter.write_keys, filter(self.frozen, tokens))
         self.run_layers(adapter.run_loop, itertools.filterfalse(self.frozen, tokens))
         for token in tokens:
             token.loop += 1
 
-        # 3. Who goes on. In mor the router chooses. In relaxed all tokens go on, also those that
-        # have exited.
+        # 3. Choose the tokens that take another loop. In mor the router chooses them. In relaxed
+        # all tokens do, also those that have exited.
         for token in adapter.go_on([token for token in tokens if token.loop < self.n_loop]):
             token.slot.unfinished.append(token)
 
-        # 4. Who is done. A slot without an unfinished token is. In mor some tokens of a prompt may
-        # have left the loops in earlier steps. Here all tokens of the prompt run together again,
-        # because each of them needs keys in the last layer.
+        # 4. A slot is done if it has no unfinished token. In mor some tokens of a prompt may have
+        # left the loops in earlier steps. Here all tokens of the prompt run together again, because
+        # each of them needs keys in the last layer.
         fed = [token for slot in slots if not slot.unfinished for token in slot.fed]
         self.run_layers(adapter.after_loops, fed, loop=1)
 
-        # 5. Who gets the next token of its answer: a slot that is done or whose newest token exits.
+        # 5. Predict the next token of a slot that is done, or whose newest token exits.
         return self.predict(slots)
 
     def frozen(self, token):

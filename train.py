@@ -1,5 +1,5 @@
 """
-The trainer of every model. It runs as one process on a CPU or GPU, or as many through torchrun.
+The trainer of every model. It runs as one process on a CPU or GPU, or through torchrun as several.
 
     python train.py                                     a small model on Python's standard library
     python train.py config=FILE.yaml n_layer=6          a config file, with one option changed
@@ -62,7 +62,7 @@ from sample import sample_text
 
 @dataclass
 class Run:
-    """A run has these parts, and has come so far. The functions below take it."""
+    """The parts of a run, and its progress. The functions below take a Run."""
     cfg: TrainConfig
     procs: Processes
     batches: object         # TextBatches or TaskBatches
@@ -188,7 +188,7 @@ def fit_to_data(cfg, given, batches):
 
 def make_model(cfg, fields, ckpt, vocab_size):
     """Return the model, initialised from the seed or with the checkpoint's weights. vocab_size is
-    the data's. If the options have one too, it holds, but it may not be less."""
+    the data's. If the options have one too, it is taken, and it must not be smaller."""
     fields = {"vocab_size": vocab_size, **fields}
     if fields["vocab_size"] < vocab_size:
         raise UserError(f"vocab_size={fields['vocab_size']} is less than the data's {vocab_size} "
@@ -579,8 +579,8 @@ def in_words(result):
 # ---- the training loop ----
 
 def train(run):
-    """Train to max_steps. Return whether the run is there. It is not if a signal has stopped it
-    after a step. Then its state is saved."""
+    """Train to max_steps. Return True if the run has reached max_steps, and False if a signal has
+    stopped it after a step. Then its state is saved."""
     cfg = run.cfg
     with stop_request() as stop:
         while run.step < cfg.max_steps:

@@ -3,8 +3,8 @@ Hugging Face folders: Llama-family weights (SmolLM, TinyLlama, Llama 2, 3, Mistr
 <-> model_gpt, and tokenizers. Models whose loops unroll to a model_gpt are written too.
 
 Both sides store matrices as (out, in), and RoPE rotates the same pairs. A weight only changes its
-name. But Gemma's norms multiply by 1 + w, so w is stored there. No token is put in front of a text,
-also not Gemma's <bos>, with which it was trained: without <bos> its predictions are worse.
+name. But Gemma's norms multiply by 1 + w, and its files store w. No token is put in front of a
+text, not even Gemma's <bos>, with which it was trained. Without <bos> its predictions are worse.
 """
 import json
 import logging

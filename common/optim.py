@@ -130,7 +130,8 @@ def add_orthogonalized(pairs, rows, columns, group):
         torch._foreach_add_(params[:n], shards(x[:n], params[:n]), alpha=-lr)
     if n < len(params):
         x = x[n:].mT.contiguous()
-        alpha = -lr * math.sqrt(columns / rows)     # torch scales a matrix with more rows so
+        # torch also scales matrices with more rows than columns by this square root.
+        alpha = -lr * math.sqrt(columns / rows)
         torch._foreach_add_(params[n:], shards(x, params[n:]), alpha=alpha)
 
 

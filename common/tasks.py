@@ -9,7 +9,8 @@ is not scored. The parentheses hold the vocabulary size and a usual length T (bl
 
 recall (16, T 128). An example is pairs of a key (0-7) and a value (8-15). Within an example a key
 always has the same value. A value is scored if its key came before, as the last key always did.
-noisy_recall (32, T 128). A pair is two noise tokens (16-31) with probability 0.2.
+noisy_recall (32, T 128). This is recall, but a pair is two noise tokens (16-31) with probability
+0.2.
     inputs    3  9  0 14  3  9  5  9  0 14
     targets   .  .  .  .  9  .  .  . 14  .
 

@@ -11,12 +11,12 @@ ratios of README.md and lab/RESULTS.md come from here.
 
 A model's options are those of train.py, and its sizes start from configs/<model>_tiny.yaml as in
 train.py. As there, compile= decides whether training is compiled or replayed as a CUDA graph. The
-ways that come after it in the order compiled, graph, eager are measured too. Decoding goes through
+modes that come after it in the order compiled, graph, eager are measured too. Decoding goes through
 graphs.decoder, as in sample.py. device=, batch_size= and optimizer= hold too, but other options of
 training have no effect, because a step is one micro-batch and dtype is auto. The options of our
 tables are in lab/experiments/speed.yaml, and those of the papers' sizes are in gpu_speed.yaml.
 
-Each line names the measurement, its way, and a case. Then come these numbers:
+Each line names the measurement, its mode, and a case. Then come these numbers:
     ms          the time of a step, the median over rounds
     MiB         the most memory that the case holds during a call (see peak_memory)
     x           the time of a step as a multiple of the baseline's; less than 1 is faster
@@ -266,8 +266,8 @@ def recordable(device):
 
 
 def training_modes(cfg, device):
-    """Return the ways in which training is measured, from compiled, graph and eager. Each way has
-    ratios of its own. train.py takes the first way. compile=graph leaves out compiled, and
+    """Return the modes in which training is measured, from compiled, graph and eager. Each mode has
+    ratios of its own. train.py takes the first mode. compile=graph leaves out compiled, and
     compile=false leaves out both compiled and graph."""
     modes = ["compiled"] if compiles(cfg, device) else []
     modes += ["graph"] if cfg.compile != "false" and recordable(device) else []

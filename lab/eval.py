@@ -1,6 +1,6 @@
 """
-Evaluation of a trained model. It tells the loss by position and by context length, or the scores in
-the tasks of lm-evaluation-harness (the package lm_eval).
+Evaluation of a trained model. It reports the loss by position and by context length, or the scores
+in the tasks of lm-evaluation-harness (the package lm_eval).
 
     python -m lab.eval out/gpt_tiny/best.pt               all validation text of the run
     python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
@@ -150,7 +150,7 @@ def router_scores(model, inputs):
 
 
 def evaluate_text(model, run, cfg, ckpt):
-    """Return what the JSON object says of a text."""
+    """Return the JSON object's entries for a text."""
     length = ckpt["model_config"]["block_size"]     # as trained
     longest = cfg.units[-1] * length
     splits = open_data(run)
@@ -180,7 +180,7 @@ def evaluate_text(model, run, cfg, ckpt):
 
 @torch.no_grad()
 def evaluate_task(model, run, cfg, ckpt):
-    """Return what the JSON object says of a synthetic task."""
+    """Return the JSON object's entries for a synthetic task."""
     found, device = {}, model.wte.weight.device
     for k in cfg.units:
         run.batch_size = max(1, cfg.batch_size // k)
@@ -211,7 +211,8 @@ TASK_SETS = {
 
 
 class HarnessModel:
-    """A model as lm_eval asks for it. lm_eval's class LM is the second base, see evaluate_tasks."""
+    """This is a model with the methods that lm_eval calls. lm_eval's class LM is the second base,
+    see evaluate_tasks."""
 
     def __init__(self, model, tokenizer, batch_size, cached=False):
         """With `cached`, a sequence goes through a cache, as a prompt does when it is prefilled."""
@@ -270,7 +271,7 @@ class HarnessModel:
 
 
 def evaluate_tasks(model, tokenizer, cfg):
-    """Return what the JSON object says of tasks."""
+    """Return the JSON object's entries for tasks."""
     need("lm_eval")
     try:
         from lm_eval import simple_evaluate
