@@ -126,14 +126,14 @@ def stepper(function, cache, generators=()):
         n_new = torch.ones_like(cache.lengths) if n_valid is None else n_valid.clamp(0, 1)
         cache.check_room(1, n_new)
         cache.begin_static()
-        written = 0  # after an error the cache holds no new token
+        done = False
         try:
             if n_steps == 1:
                 graph = Graph(function, [idx, n_new], generators)
             outputs = (graph or function)(idx, n_new)
-            written = 1
-        finally:
-            cache.end_static(written, ragged)
+            done = True
+        finally:  # after an error, cache.lengths alone knows whether the token was counted
+            cache.end_static(1, ragged or not done)
         n_steps += 1
         return outputs
     return step

@@ -97,7 +97,8 @@ class Config(BaseConfig):
     z_loss: float = -1.0         # weight of the z-loss (-1: token 1e-5, expert 0)
     exit_loop: int = 0           # most recursions in evaluation and decoding (0: n_loop)
     loop_warmup: float = 0.0     # fraction of training's steps over which recursions rise from 1
-    # which trained layers convert starts from (Table 9); random: layers drawn at random
+    # which trained layers convert starts from (Table 9). random draws trained layers at random. (In
+    # model_relaxed.py random stands for random weights.)
     init: str = choice("average", "stepwise", "lower", "upper", "random")
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")

@@ -211,8 +211,8 @@ def main(argv):
         raise UserError("export= is missing: give one run and a place, out/NAME export=PATH")
     path, ckpt = Path(cfg.export), load_checkpoint(run)
     if path.suffix == ".pt" and (path.parent / "log.jsonl").exists():
-        raise UserError(f"{path} is in a run's folder, whose checkpoints train.py reads: export= "
-                        f"names another place")
+        raise UserError(f"{path} is in a run's folder, whose checkpoints train.py reads: give "
+                        f"another place with export=")
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
     if cfg.exit_loop:

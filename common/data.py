@@ -132,11 +132,14 @@ def grams(ids) -> np.ndarray:
 def repeated(val, train) -> np.ndarray:
     """Return for each token of val (T,) whether it stands in a stretch of GRAM tokens that occurs
     in train. The tokens of train may be a mapped file, because they are read in chunks."""
-    hashes = grams(val)
-    found = np.zeros(len(hashes), dtype=bool)
-    for start in range(0, len(train), CHUNK):
-        found |= np.isin(hashes, grams(train[start:start + CHUNK + GRAM - 1]))
-    starts = np.flatnonzero(found)
+    at = grams(val)
+    known = np.unique(at)
+    found = np.zeros(len(known) + 1, dtype=bool)
+    for start in range(0, len(train) if len(known) else 0, CHUNK):
+        hashes = grams(train[start:start + CHUNK + GRAM - 1])
+        places = np.searchsorted(known, hashes).clip(max=len(known) - 1)
+        found[places[known[places] == hashes]] = True
+    starts = np.flatnonzero(found[np.searchsorted(known, at)])
     change = np.zeros(len(val) + 1, dtype=np.int64)
     change[starts] += 1
     change[starts + GRAM] -= 1

@@ -160,7 +160,7 @@ def split_args(argv, least=0, most=0):
     paths = [home(arg) for arg in argv if not is_option(arg)]
     if most is not None and len(paths) > most:
         raise UserError(f"argument {paths[most]!r} is not of the form option=value"
-                        + f", and {paths[0]!r} is the run already" * bool(most))
+                        + f", and the run is already {paths[0]!r}" * bool(most))
     if len(paths) < least:
         raise UserError("the command needs a run folder or checkpoint: out/NAME [option=value ...]")
     return paths, given
@@ -575,8 +575,7 @@ def merge(given, load):
         check_same_model(given.get("model", ckpt["model"]), ckpt)
         options = names(TrainConfig, model_module(ckpt["model"]).Config)
         saved = known({**ckpt["config"], **ckpt["model_config"]}, options, start.folder)
-        if "config" in given or file["config"] == saved.get("config"):
-            tell_ignored(chosen(file, saved.keys() - START - given.keys()), saved)
+        tell_ignored(chosen(named, saved.keys() - START - given.keys()), saved)
         file, left = chosen(file, START), START
     saved = chosen(saved, saved.keys() - left)
     values = {**file, **saved, **given, "resume": start.resume, "init_from": start.init_from}
