@@ -345,7 +345,8 @@ class LanguageModel(nn.Module):
         terms.) With a cache everything runs under no_grad."""
         if idx.numel() == 0:
             raise ValueError(f"idx {tuple(idx.shape)} holds no token")
-        check_rows(idx, cache, n_valid)
+        if cache is not None or n_valid is not None:
+            check_rows(idx, cache, n_valid)
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             h = self.hidden(idx) if cache is None else self.decode(idx, cache, n_valid)
             logits = upcast(self.head(h))  # (B, T, V)
@@ -482,11 +483,12 @@ def compute_dtype(x):
 
 
 def check_rows(idx, cache, n_valid):
-    """Raise ValueError if the arguments of a call do not go together."""
-    if n_valid is not None and cache is None:
+    """Raise ValueError if a cache is missing, or if it has another number of rows than the tokens
+    idx (B, T) and n_valid (B,) or None."""
+    if cache is None:
         raise ValueError("n_valid is for a call with a cache")
     for name, x in (("idx", idx), ("n_valid", n_valid)):
-        if cache is not None and x is not None and len(x) != len(cache.lengths):
+        if x is not None and len(x) != len(cache.lengths):
             raise ValueError(f"{name} has {len(x)} rows, and the cache has {len(cache.lengths)}")
 
 

@@ -61,9 +61,9 @@ of all passes' cross-entropies, and gradients flow through all passes, m and the
     loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)
 
 A token of subset s reads a memory of subset s - 1, which has read one of subset s - 2, and so on
-down to the first pass, which has read none. So memories carry something from s + 1 earlier tokens
-to it (from fewer near the start), and N = T is the chain itself. The paper writes S for N, and
-finds the same loss with 2, 4 and 8 subsets (section 4.3).
+down to the first pass, which has read none. So s + 1 memories of consecutive tokens lead to it
+(fewer near the start), and N = T is the chain itself. The paper writes S for N, and finds the same
+loss with 2, 4 and 8 subsets (section 4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
@@ -373,8 +373,8 @@ def attend_fast(q, k, v, context, window):
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
     if context.at_end and n == S and not window:  # the pass is causal
         return attend(q, k, v, None, fast=True)
-    # In subsets, later chunks, windows and ragged rows, keys do not end with the queries' own, so
-    # that the kernel compares positions, as the mask does.
+    # In subsets, later chunks, windows and ragged rows the kernel compares positions, as the mask
+    # does.
     q_pos = context.pos.squeeze(0).int()  # (B, n), or (n,) for all rows
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
     return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=window or None)[0]  # (y, lse)

@@ -279,7 +279,7 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
     the softmax over the tile, with the score lse and the value out."""
     # In 16 bits attend_by_position is called for every tile, because q @ k would round the scores.
     # In float32 it is called for more than 32 keys only, because for fewer the call takes longer
-    # than the work. own is one more key of each query.
+    # than the work. (This 32 has nothing to do with cfg.chunk.) own is one more key of each query.
     if q.dtype != lse.dtype or k.size(2) > 32:
         return kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes, own=(lse, out))
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))

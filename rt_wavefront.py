@@ -187,11 +187,11 @@ class Wavefront:
         """Return out (A, B, H, K, D) and lse (A, B, H, K) of a chunk's queries after they have
         attended to their temporary pairs and to all earlier chunks."""
         score, found = (q * k_temp).sum(-1) * self.scale, []  # the temporary pair's
-        for a, l in enumerate(range(step.lo, step.hi)):
+        for n, l in enumerate(range(step.lo, step.hi)):  # l is active layer number n
             start, positions = self.earlier[step.s - l]
             keys, values = pairs[:, l, :, :, :start]  # all are visible
-            own = score[a], v_temp[a]
-            found.append(kernels.attend_by_position(q[a], keys, values, *positions, own=own))
+            own = score[n], v_temp[n]
+            found.append(kernels.attend_by_position(q[n], keys, values, *positions, own=own))
         out, lse = map(torch.stack, zip(*found))
         return out, lse
 

@@ -150,8 +150,8 @@ def repeated(val, train) -> np.ndarray:
 
 def draw(seed, step, n_places, rows, index, accumulation):
     """Return `rows` random numbers below n_places, drawn with replacement, for micro-batch `index`.
-    All rows of an optimizer step are drawn together, so that it does not matter
-    which process computes which micro-batch."""
+    All rows of an optimizer step are drawn together, so that it does not matter which process
+    computes which micro-batch."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, step]))
     return rng.integers(0, n_places, rows * accumulation)[index * rows:(index + 1) * rows]
 

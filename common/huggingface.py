@@ -268,8 +268,8 @@ def hub_folder(name, files) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    # A folder beside existing ones, as in out/gtp_tiny, is a slip and no hub name.
-    if folder.exists() or folder.parent.is_dir() or not HUB_NAME.fullmatch(str(name)):
+    runs = folder.parent.glob("*/log.jsonl")  # A name beside runs, as out/gtp_tiny, is a slip.
+    if folder.exists() or any(runs) or not HUB_NAME.fullmatch(str(name)):
         raise UserError(f"{name} is neither a folder nor a hub name (owner/name)")
     hub = need("huggingface_hub")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without its retries

@@ -341,17 +341,16 @@ def model_module(name):
         raise UserError(f"model={name} is unknown: the models are {', '.join(found)}")
     module = importlib.import_module(f"model_{name}")
     config, needs = getattr(module, "Config", None), {"block_size", "vocab_size"}
-    is_config = isinstance(config, type) and is_dataclass(config)
-    for option, kind in typing.get_type_hints(config).items() if is_config else ():
-        if option in names(config) and kind not in (int, float, bool, str):
-            raise UserError(f"{module.__file__}: the type of {option} must be int, float, bool or "
-                            f"str, because it is an option")
-    if not (is_config and needs <= {*names(config)}
+    if not (isinstance(config, type) and is_dataclass(config) and needs <= {*names(config)}
             and all(f.default is not MISSING for f in fields(config))
             and {"state_dict", "flops_per_token"} <= {*dir(getattr(module, "Model", None))}):
         raise UserError(f"{module.__file__} is not a model file: it needs a dataclass Config with "
                         f"block_size, vocab_size and a default for each field, and a torch module "
                         f"Model with flops_per_token")
+    for option, kind in typing.get_type_hints(config).items():
+        if option in names(config) and kind not in (int, float, bool, str):
+            raise UserError(f"{module.__file__}: the type of {option} must be int, float, bool or "
+                            f"str, because it is an option")
     return module
 
 
@@ -590,11 +589,12 @@ def merge(given, load):
 def checked(values, given, ckpt):
     """Return the TrainConfig and the fields of the model's Config, with these values and defaults.
     UserError if two values exclude each other, or if one does not fit the weights."""
-    schemas = TrainConfig, model_module(values.get("model", TrainConfig.model)).Config
+    name = values.get("model", TrainConfig.model)
+    schemas = TrainConfig, model_module(name).Config
     options, of_file = names(*schemas), values.keys() - given.keys()
     check_known(chosen(values, given), options)
-    check_known(chosen(values, of_file), options, f" of config={values.get('config')} for model="
-                                                  f"{values.get('model', TrainConfig.model)}")
+    check_known(chosen(values, of_file), options,
+                f" of config={values.get('config')} for model={name}")
     cfg, model = (typed_config(schema, chosen(values, names(schema))) for schema in schemas)
     if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
         raise UserError("max_flops sets max_steps: give one of the two")

@@ -77,6 +77,7 @@ from common.options import UserError
 from common.tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280
+MOST_TOKENS = 1 << 27   # so many are held in memory
 # A seed ends in one of these words, so that no two kinds of draws share random numbers. No word is
 # 0, because to numpy the seeds [seed, step] and [seed, step, 0] are the same. The seeds of forward
 # passes end in 1 (train.seed_forward).
@@ -248,10 +249,10 @@ class TaskBatches:
         if block_size < task.shortest or task.even and block_size % 2:
             raise UserError(f"block_size={block_size} is impossible for dataset={cfg.dataset}: it "
                             f"must be {'an even number, ' * task.even}{task.shortest} or larger")
-        count, most = cfg.task_examples or task.examples, (1 << 27) // block_size
+        count, most = cfg.task_examples or task.examples, MOST_TOKENS // block_size
         if VAL_EXAMPLES > most:
             raise UserError(f"block_size={block_size} is too long for the {VAL_EXAMPLES} examples "
-                            f"of an evaluation: it must be at most {(1 << 27) // VAL_EXAMPLES}")
+                            f"of an evaluation: it must be at most {MOST_TOKENS // VAL_EXAMPLES}")
         if count > most:
             raise UserError(f"{count} examples of block_size={block_size} are too many to hold in "
                             f"memory: task_examples={most} would fit")

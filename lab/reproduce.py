@@ -514,11 +514,12 @@ def write(experiment, runs):
     text += how_made(experiment, sum(rows.values(), []) + measured)
     print(f"\n{experiment.title}\n\n{text}")
     marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    files = [file for file in (HERE / "README.md", *LAB.rglob("*.md"))
-             if marks.search(file.read_text())]
-    for file in files:
-        file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", file.read_text()))
-    if not files:
+    found = False
+    for file in HERE / "README.md", *LAB.rglob("*.md"):
+        if marks.search(old := file.read_text()):
+            file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old))
+            found = True
+    if not found:
         note(f"no file has the lines <!-- {experiment.name} --> and <!-- end --> for this table")
     if experiment.picture:
         panels = [panel_of(rows, **panel) for panel in experiment.picture]

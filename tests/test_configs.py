@@ -19,7 +19,8 @@ PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l":
          "lrt_24l": (1994, LRT, 19.9), "rat_1300m": (1299, RAT, 100), "rat_swa_1300m": (1286, RAT, 100),
          "rat_200m": (206, RAT // 2, 15),
          **{f"mor_{size}m": (size, MOR, 20) for size in (135, 360, 730, 1700)}}
-NAMES = sorted(PAPER)       # a fork may have other configs
+NAMES = sorted(PAPER)
+OURS = "gpt", "rt", "lrt", "rat", "relaxed", "mor"
 # A run below is (the file's name, changed options), because one file of MoR is three models. For MoR there are the layers of the plain model, MoR-2, MoR-3 and MoR-4, and the billions of tokens of the smallest
 # budget.
 LAYERS = {135: (30, 30, 32, 30), 360: (32, 32, 32, 34), 730: (26, 26, 26, 26), 1700: (24, 24, 26, 26)}
@@ -33,6 +34,13 @@ RUNS = [run for name in NAMES for run in (
 # rt includes the copies of CUDA graphs.
 ACTIVATIONS = {"rt": 60, "lrt": 120, "mor": 45, "rat": 40}
 LOSS = 2e9                  # the logits of a piece, in some copies
+
+
+def test_each_large_config_of_our_models_is_here():
+    """A fork's model may have any config."""
+    large = {p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch(p.stem)
+             and options.load_yaml(p).get("model", "gpt") in OURS}
+    assert large == PAPER.keys()
 
 
 def build(name, **changes):

@@ -57,6 +57,13 @@ def test_exits_and_routers_are_looked_at(run, data_dir):
         assert sum(scores[5:]) == pytest.approx(float((taken >= 2).double().mean()))
 
 
+def test_fast_is_an_option(run, monkeypatch):
+    built, build = [], evaluation.build_model
+    monkeypatch.setattr(evaluation, "build_model", lambda *given, **more: built.append(build(*given, **more)) or built[-1])
+    losses = [evaluate(run, *keys, "batches=1")["ce"] for keys in ([], ["fast=false"])]
+    assert [model.cfg.fast for model in built] == [True, False] and losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_all_lengths_predict_the_same_tokens(run, data_dir):
     text, longer = np.fromfile(data_dir / "words" / "val.bin", dtype="<u2"), {}
     if load_run(run)[0].context_limit:

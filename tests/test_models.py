@@ -115,7 +115,7 @@ def test_naive_is_fast(name, sizes):
 
 
 @models
-def test_fast_is_finite_where_naive_is(name):
+def test_large_weights_stay_finite(name):
     """The weights are large, and the numbers have 32 bits. A fast path that divides by a product of many gates would
     overflow here, although it equals the naive one in the tests above."""
     finite = []
