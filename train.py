@@ -58,7 +58,6 @@ from common.tasks import TaskBatches, count_right
 from prepare import HELD_OUT, PrepareConfig, prepare, tell_changes
 from sample import sample_text
 
-# ---- set-up ----
 
 @dataclass
 class Run:
@@ -88,6 +87,175 @@ class Run:
     def task(self):
         return is_task(self.cfg.dataset)
 
+
+# ---- the training loop ----
+
+def train(run):
+    """Train to max_steps. Return True if the run has reached max_steps, and False if a signal has
+    stopped it after a step. Then its state is saved."""
+    cfg = run.cfg
+    with stop_request() as stop:
+        while run.step < cfg.max_steps:
+            # The evaluation comes before the step, because a run that was killed in its evaluation
+            # is resumed here.
+            if run.evaluated < run.step and run.step % cfg.eval_interval == 0:
+                save_and_evaluate(run)
+            logged, asked = train_step(run, stop)
+            if cfg.keep_interval and run.step % cfg.keep_interval == 0:
+                if run.replaces:            # the older run's step_*.pt go first
+                    save_last(run)
+                save(run, f"step_{run.step}.pt")
+            if run.log:
+                run.log.step(logged, write=run.step % cfg.log_interval == 0 or asked)
+            if asked:
+                save_last(run)
+                return False
+        if run.evaluated < run.step:
+            save_and_evaluate(run)
+            save_last(run)                  # a longer run goes on from here, with this evaluation
+        elif run.procs.master and (run.folder / "pending.pt").exists():
+            commit(run)                     # the run was killed between its last save and commit
+    return True
+
+
+def train_step(run, stop):
+    """Take one optimizer step over the global batch. Return the values to log, and whether any
+    process was asked to stop. UserError on every process, before any weight moves, if the loss or
+    a gradient is not finite."""
+    run.model.train()
+    starts = loop_starts(run.model.cfg, run.cfg.max_steps)
+    run.model.training_loops = sum(run.step >= start for start in starts)   # without loops: unread
+    logged, asked = clip_and_check(run, forward_backward(run), stop)
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            set_schedules(group, run.step, run.cfg)
+        optimizer.step()
+    clear_gradients(run)
+    if hasattr(run.model, "end_step"):
+        run.model.end_step(logged)
+    logged["lr"] = run.cfg.learning_rate * lr_factor(run.step, run.cfg)
+    tokens = tokens_per_step(run.cfg, run.model)
+    run.tokens += tokens
+    run.flops += tokens * run.model.flops_per_token()
+    run.step += 1
+    return logged, asked
+
+
+def forward_backward(run):
+    """Compute the gradients of this process's micro-batches, one after the other. Return the values
+    to log. Their sums over all processes are the values of the global batch."""
+    cfg, procs = run.cfg, run.procs
+    n = cfg.gradient_accumulation_steps // procs.world      # micro-batches of this process
+    indices = range(procs.rank * n, (procs.rank + 1) * n)
+    micro = [run.batches.micro_batch(run.step, i) for i in indices]
+    counts = [int((y != -1).sum()) for _, y in micro]
+    total = max(1.0, procs.sum(sum(counts))[0])             # targets of the global batch
+    all_rows, logged = cfg.batch_size * cfg.gradient_accumulation_steps, {}
+    for index, (x, y), count in zip(indices, micro, counts):
+        seed_forward(cfg.seed, run.step, index)
+        # DDP sums gradients over the processes once a step. FSDP does so after each micro-batch,
+        # because it keeps them sharded.
+        sums = procs.world == 1 or cfg.fsdp or index == indices[-1]
+        with contextlib.nullcontext() if sums else run.forward.no_sync():
+            x, y = to_device(x, run), to_device(y, run)
+            # The loss is a mean over a micro-batch's targets, and `count` of the step's `total`
+            # targets are its own. DDP and FSDP average over processes, so that `world` undoes that.
+            aux, right = run.micro_step(run, x, y, count / total * procs.world)
+        values = {key: value * (count / total) for key, value in aux.items()}
+        if run.task:
+            tokens, rows = right
+            values["token_accuracy"] = tokens / total
+            values["sequence_accuracy"] = rows / all_rows
+        for key, value in values.items():
+            logged[key] = logged.get(key, 0.0) + value
+    return logged
+
+
+def micro_step(run, x, y, weight):
+    """Add the gradients of weight * loss of a micro-batch to those of the parameters. Return aux,
+    and for a task what count_right counts, else ()."""
+    with run.procs.autocast:
+        logits, loss, aux = run.forward(x, y)
+        if run.teacher is not None:
+            loss, aux = distil(run.teacher, x, y, logits, loss, aux)
+    (loss * weight).backward()
+    aux = {key: value.detach() for key, value in aux.items()}
+    return aux, count_right(logits, y) if run.task else ()
+
+
+def distil(teacher, x, y, logits, loss, aux):
+    """Add to the loss the KL divergence from the teacher's distribution, averaged over the targets
+    that count (Hinton et al. 2015)."""
+    counted = y != -1
+    with torch.no_grad():
+        p = teacher(x)[0].log_softmax(-1)                       # (B, T, V)
+    kl = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)       # (B, T)
+    kd = (kl * counted).sum() / counted.sum().clamp(min=1)
+    return loss + kd, {**aux, "kd": kd}
+
+
+def seed_forward(seed, step, index):
+    """Seed the random numbers of a forward pass by (seed, step, micro-batch)."""
+    words = np.random.SeedSequence([seed, step, index, 1])  # tasks.py ends its seeds in other words
+    high, low = words.generate_state(2, np.uint32)
+    torch.manual_seed(int(high) << 32 | int(low))
+
+
+def to_device(x, run):
+    if run.procs.device.type == "cuda":         # the copy does not wait for earlier kernels
+        return x.pin_memory().to(run.procs.device, non_blocking=True)
+    return x.to(run.procs.device)
+
+
+def clip_and_check(run, logged, stop):
+    """Clip the gradients. Return the logged values, summed over all processes, and whether any
+    process was asked to stop. UserError on all processes if the loss or the gradient norm is not
+    finite."""
+    clip = run.cfg.grad_clip or math.inf
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm     # sharded gradients
+    values = [float(v) for v in logged.values()]
+    *values, asked = run.procs.sum(*values, float(len(stop) > 0))
+    logged = dict(zip(logged, values), grad_norm=float(norm))
+    for key in ("ce", "grad_norm"):
+        if not math.isfinite(logged[key]):
+            raise UserError(f"{key} is {logged[key]} at step {run.step}: the run stops before "
+                            f"the update, {KEPT}")
+    return logged, asked > 0
+
+
+def clear_gradients(run):
+    """Free the gradients, or set them to zero where a graph adds to them."""
+    if run.cfg.compile == "graph":
+        torch._foreach_zero_([p.grad for p in run.model.parameters() if p.grad is not None])
+    else:
+        run.model.zero_grad(set_to_none=True)
+
+
+def tokens_per_step(cfg, model):
+    """Return the number of tokens of one optimizer step, over all processes."""
+    return cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
+
+
+@contextlib.contextmanager
+def stop_request():
+    """Yield a list, which is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed) asks for
+    a stop after the current step. Further signals change nothing, because timeout, torchrun and
+    schedulers send several, and the state is to be saved. SIGKILL ends a step at once. Under nohup,
+    which ignores SIGHUP, a run goes on."""
+    asked = []
+    signals = {signal.SIGTERM, signal.SIGINT}
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signals.add(signal.SIGHUP)      # Windows has no SIGHUP
+    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig)) for sig in signals}
+    try:
+        yield asked
+    finally:
+        for sig, handler in handlers.items():
+            signal.signal(sig, handler)
+
+
+# ---- set-up ----
 
 def setup(argv):
     """Return the Run that the arguments describe. All is checked before anything but a data set is
@@ -272,6 +440,52 @@ def prepare_forward(cfg, model, procs):
     return torch.nn.parallel.DistributedDataParallel(forward, find_unused_parameters=some)
 
 
+def try_micro_step(run):
+    """Compute a micro-batch and drop its gradients, so that a missing compiler, too little memory
+    or an error of a library ends the run here, before its folder is touched. Code that is compiled
+    here is used again. The run itself does not change, because each forward pass is seeded, and
+    buffers, which a model may change in a forward pass, get their values back."""
+    run.model.train()
+    before = [buffer.clone() for buffer in run.model.buffers()]
+    x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
+    run.micro_step(run, x, y, 1.0)
+    clear_gradients(run)
+    for buffer, old in zip(run.model.buffers(), before):
+        buffer.copy_(old)
+
+
+def record_micro_step(run):
+    """Return micro_step as a CUDA graph. UserError if the model cannot be recorded.
+
+    A replay runs no Python, so that x, y and weight are tensors. try_micro_step has compiled
+    Triton's kernels and made the gradients. The graph adds to the gradients where they lie in
+    memory, so that clear_gradients must keep them. A replay draws dropout's numbers from the seed
+    of its step. Clipping and the optimizers stay outside of the graph, because the schedules change
+    their numbers in each step."""
+    if getattr(run.model.cfg, "loop_warmup", 0):
+        raise UserError("compile=graph records all loops, so that loop_warmup cannot run fewer "
+                        "(compile=auto can)")
+    x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
+    weight = torch.ones((), device=x.device, dtype=next(run.model.parameters()).dtype)
+    names = []
+
+    def function(x, y, weight):
+        aux, right = micro_step(run, x, y, weight)
+        names[:] = aux
+        return [*aux.values(), *right]
+
+    def recorded(run, x, y, value):
+        values = graph(x, y, torch.full_like(weight, value))
+        return dict(zip(names, values)), values[len(names):]
+    try:
+        graph = graphs.Graph(function, (x, y, weight))
+    except RuntimeError as e:
+        why = first_line(e.__context__ or e)
+        raise UserError(f"compile=graph: a step of model={run.cfg.model} with these options cannot "
+                        f"be recorded (compile=auto trains it): {why}") from e
+    return recorded
+
+
 def check_teacher(run, ckpt, given):
     """UserError if the teacher is not the one that the run began with. If the command line names
     the teacher, a note tells this instead."""
@@ -371,12 +585,6 @@ def figures(run, x, y, exact):
         right_tokens, right_rows = count_right(logits, y)
         yield "token_accuracy", int(right_tokens), tokens
         yield "sequence_accuracy", int(right_rows), len(y)
-
-
-def to_device(x, run):
-    if run.procs.device.type == "cuda":         # the copy does not wait for earlier kernels
-        return x.pin_memory().to(run.procs.device, non_blocking=True)
-    return x.to(run.procs.device)
 
 
 # ---- saving ----
@@ -574,213 +782,6 @@ def in_words(result):
     words = [] if "val_ce" in result else ["val ce not finite"]
     words += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items()]
     return ", ".join(words)
-
-
-# ---- the training loop ----
-
-def train(run):
-    """Train to max_steps. Return True if the run has reached max_steps, and False if a signal has
-    stopped it after a step. Then its state is saved."""
-    cfg = run.cfg
-    with stop_request() as stop:
-        while run.step < cfg.max_steps:
-            # The evaluation comes before the step, because a run that was killed in its evaluation
-            # is resumed here.
-            if run.evaluated < run.step and run.step % cfg.eval_interval == 0:
-                save_and_evaluate(run)
-            logged, asked = train_step(run, stop)
-            if cfg.keep_interval and run.step % cfg.keep_interval == 0:
-                if run.replaces:            # the older run's step_*.pt go first
-                    save_last(run)
-                save(run, f"step_{run.step}.pt")
-            if run.log:
-                run.log.step(logged, write=run.step % cfg.log_interval == 0 or asked)
-            if asked:
-                save_last(run)
-                return False
-        if run.evaluated < run.step:
-            save_and_evaluate(run)
-            save_last(run)                  # a longer run goes on from here, with this evaluation
-        elif run.procs.master and (run.folder / "pending.pt").exists():
-            commit(run)                     # the run was killed between its last save and commit
-    return True
-
-
-@contextlib.contextmanager
-def stop_request():
-    """Yield a list, which is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed) asks for
-    a stop after the current step. Further signals change nothing, because timeout, torchrun and
-    schedulers send several, and the state is to be saved. SIGKILL ends a step at once. Under nohup,
-    which ignores SIGHUP, a run goes on."""
-    asked = []
-    signals = {signal.SIGTERM, signal.SIGINT}
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signals.add(signal.SIGHUP)      # Windows has no SIGHUP
-    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig)) for sig in signals}
-    try:
-        yield asked
-    finally:
-        for sig, handler in handlers.items():
-            signal.signal(sig, handler)
-
-
-def train_step(run, stop):
-    """Take one optimizer step over the global batch. Return the values to log, and whether any
-    process was asked to stop. UserError on every process, before any weight moves, if the loss or
-    a gradient is not finite."""
-    run.model.train()
-    starts = loop_starts(run.model.cfg, run.cfg.max_steps)
-    run.model.training_loops = sum(run.step >= start for start in starts)   # without loops: unread
-    logged, asked = clip_and_check(run, forward_backward(run), stop)
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
-            set_schedules(group, run.step, run.cfg)
-        optimizer.step()
-    clear_gradients(run)
-    if hasattr(run.model, "end_step"):
-        run.model.end_step(logged)
-    logged["lr"] = run.cfg.learning_rate * lr_factor(run.step, run.cfg)
-    tokens = tokens_per_step(run.cfg, run.model)
-    run.tokens += tokens
-    run.flops += tokens * run.model.flops_per_token()
-    run.step += 1
-    return logged, asked
-
-
-def forward_backward(run):
-    """Compute the gradients of this process's micro-batches, one after the other. Return the values
-    to log. Their sums over all processes are the values of the global batch."""
-    cfg, procs = run.cfg, run.procs
-    n = cfg.gradient_accumulation_steps // procs.world      # micro-batches of this process
-    indices = range(procs.rank * n, (procs.rank + 1) * n)
-    micro = [run.batches.micro_batch(run.step, i) for i in indices]
-    counts = [int((y != -1).sum()) for _, y in micro]
-    total = max(1.0, procs.sum(sum(counts))[0])             # targets of the global batch
-    all_rows, logged = cfg.batch_size * cfg.gradient_accumulation_steps, {}
-    for index, (x, y), count in zip(indices, micro, counts):
-        seed_forward(cfg.seed, run.step, index)
-        # DDP sums gradients over the processes once a step. FSDP does so after each micro-batch,
-        # because it keeps them sharded.
-        sums = procs.world == 1 or cfg.fsdp or index == indices[-1]
-        with contextlib.nullcontext() if sums else run.forward.no_sync():
-            x, y = to_device(x, run), to_device(y, run)
-            # The loss is a mean over a micro-batch's targets, and `count` of the step's `total`
-            # targets are its own. DDP and FSDP average over processes, so that `world` undoes that.
-            aux, right = run.micro_step(run, x, y, count / total * procs.world)
-        values = {key: value * (count / total) for key, value in aux.items()}
-        if run.task:
-            tokens, rows = right
-            values["token_accuracy"] = tokens / total
-            values["sequence_accuracy"] = rows / all_rows
-        for key, value in values.items():
-            logged[key] = logged.get(key, 0.0) + value
-    return logged
-
-
-def micro_step(run, x, y, weight):
-    """Add the gradients of weight * loss of a micro-batch to those of the parameters. Return aux,
-    and for a task what count_right counts, else ()."""
-    with run.procs.autocast:
-        logits, loss, aux = run.forward(x, y)
-        if run.teacher is not None:
-            loss, aux = distil(run.teacher, x, y, logits, loss, aux)
-    (loss * weight).backward()
-    aux = {key: value.detach() for key, value in aux.items()}
-    return aux, count_right(logits, y) if run.task else ()
-
-
-def try_micro_step(run):
-    """Compute a micro-batch and drop its gradients, so that a missing compiler, too little memory
-    or an error of a library ends the run here, before its folder is touched. Code that is compiled
-    here is used again. The run itself does not change, because each forward pass is seeded, and
-    buffers, which a model may change in a forward pass, get their values back."""
-    run.model.train()
-    before = [buffer.clone() for buffer in run.model.buffers()]
-    x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
-    run.micro_step(run, x, y, 1.0)
-    clear_gradients(run)
-    for buffer, old in zip(run.model.buffers(), before):
-        buffer.copy_(old)
-
-
-def record_micro_step(run):
-    """Return micro_step as a CUDA graph. UserError if the model cannot be recorded.
-
-    A replay runs no Python, so that x, y and weight are tensors. try_micro_step has compiled
-    Triton's kernels and made the gradients. The graph adds to the gradients where they lie in
-    memory, so that clear_gradients must keep them. A replay draws dropout's numbers from the seed
-    of its step. Clipping and the optimizers stay outside of the graph, because the schedules change
-    their numbers in each step."""
-    if getattr(run.model.cfg, "loop_warmup", 0):
-        raise UserError("compile=graph records all loops, so that loop_warmup cannot run fewer "
-                        "(compile=auto can)")
-    x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
-    weight = torch.ones((), device=x.device, dtype=next(run.model.parameters()).dtype)
-    names = []
-
-    def function(x, y, weight):
-        aux, right = micro_step(run, x, y, weight)
-        names[:] = aux
-        return [*aux.values(), *right]
-
-    def recorded(run, x, y, value):
-        values = graph(x, y, torch.full_like(weight, value))
-        return dict(zip(names, values)), values[len(names):]
-    try:
-        graph = graphs.Graph(function, (x, y, weight))
-    except RuntimeError as e:
-        why = first_line(e.__context__ or e)
-        raise UserError(f"compile=graph: a step of model={run.cfg.model} with these options cannot "
-                        f"be recorded (compile=auto trains it): {why}") from e
-    return recorded
-
-
-def clear_gradients(run):
-    """Free the gradients, or set them to zero where a graph adds to them."""
-    if run.cfg.compile == "graph":
-        torch._foreach_zero_([p.grad for p in run.model.parameters() if p.grad is not None])
-    else:
-        run.model.zero_grad(set_to_none=True)
-
-
-def seed_forward(seed, step, index):
-    """Seed the random numbers of a forward pass by (seed, step, micro-batch)."""
-    words = np.random.SeedSequence([seed, step, index, 1])  # tasks.py ends its seeds in other words
-    high, low = words.generate_state(2, np.uint32)
-    torch.manual_seed(int(high) << 32 | int(low))
-
-
-def distil(teacher, x, y, logits, loss, aux):
-    """Add to the loss the KL divergence from the teacher's distribution, averaged over the targets
-    that count (Hinton et al. 2015)."""
-    counted = y != -1
-    with torch.no_grad():
-        p = teacher(x)[0].log_softmax(-1)                       # (B, T, V)
-    kl = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)       # (B, T)
-    kd = (kl * counted).sum() / counted.sum().clamp(min=1)
-    return loss + kd, {**aux, "kd": kd}
-
-
-def tokens_per_step(cfg, model):
-    """Return the number of tokens of one optimizer step, over all processes."""
-    return cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
-
-
-def clip_and_check(run, logged, stop):
-    """Clip the gradients. Return the logged values, summed over all processes, and whether any
-    process was asked to stop. UserError on all processes if the loss or the gradient norm is not
-    finite."""
-    clip = run.cfg.grad_clip or math.inf
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm     # sharded gradients
-    values = [float(v) for v in logged.values()]
-    *values, asked = run.procs.sum(*values, float(len(stop) > 0))
-    logged = dict(zip(logged, values), grad_norm=float(norm))
-    for key in ("ce", "grad_norm"):
-        if not math.isfinite(logged[key]):
-            raise UserError(f"{key} is {logged[key]} at step {run.step}: the run stops before "
-                            f"the update, {KEPT}")
-    return logged, asked > 0
 
 
 # ---- the command line ----
