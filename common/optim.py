@@ -24,11 +24,35 @@ MOMENTUM = 0.95     # Muon's momentum (see muon_momentum_steps)
 STACK = 2 ** 26     # Muon stacks at most so many numbers, because a step holds about five stacks
 
 
-def blocks_of(model):
-    """Return all blocks that a model stores, in the order of the layers."""
-    lists = [getattr(model, name, ()) for name in ("first", "blocks", "last")]  # mor has all three
-    return [block for blocks in lists for block in blocks]
+def make_optimizers(model, cfg):
+    """Return the optimizers of all groups: AdamW, Muon or both."""
+    groups, optimizers = parameter_groups(model, cfg), []
+    for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
+        if mine := [group for group in groups if group["kind"] == kind]:
+            optimizers.append(cls(mine, **extra))
+    return optimizers
 
+
+def load_optimizers(optimizers, states, step, cfg):
+    """Restore the optimizers' moments after `step` steps. Their settings are not restored, because
+    options may change on resume. The schedules are set as they were in the last step."""
+    settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
+    sizes = lambda groups: [len(group["params"]) for group in groups]
+    if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:
+        raise UserError("resume: the checkpoint was made with another optimizer, has other groups "
+                        "of parameters, or was exported without its optimizers: init_from= takes "
+                        "its weights")
+    for optimizer, state, now in zip(optimizers, states, settings):
+        state = {**state, "param_groups": now}
+        if isinstance(optimizer.param_groups[0]["params"][0], DTensor):
+            from common.sharded import sharded_like
+            state = sharded_like(optimizer, state)
+        optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
+            set_schedules(group, step - 1, cfg)
+
+
+# ---- groups of parameters ----
 
 def parameter_groups(model, cfg):
     """Return the groups of parameters, each a dict of its settings. "kind" is the group's
@@ -90,6 +114,14 @@ def by_kind(model):
         kinds.setdefault(kind, []).append(p)
     return kinds
 
+
+def blocks_of(model):
+    """Return all blocks that a model stores, in the order of the layers."""
+    lists = [getattr(model, name, ()) for name in ("first", "blocks", "last")]  # mor has all three
+    return [block for blocks in lists for block in blocks]
+
+
+# ---- Muon ----
 
 class Muon(torch.optim.Muon):
     """This is torch's Muon on stacks of matrices. torch launches 23 kernels for each matrix. Here
@@ -164,32 +196,16 @@ def shards(x, params):
     return [matrix.redistribute(placements=p.placements) for matrix, p in zip(whole, params)]
 
 
-def make_optimizers(model, cfg):
-    """Return the optimizers of all groups: AdamW, Muon or both."""
-    groups, optimizers = parameter_groups(model, cfg), []
-    for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
-        if mine := [group for group in groups if group["kind"] == kind]:
-            optimizers.append(cls(mine, **extra))
-    return optimizers
+# ---- schedules ----
 
-
-def load_optimizers(optimizers, states, step, cfg):
-    """Restore the optimizers' moments after `step` steps. Their settings are not restored, because
-    options may change on resume. The schedules are set as they were in the last step."""
-    settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
-    sizes = lambda groups: [len(group["params"]) for group in groups]
-    if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:
-        raise UserError("resume: the checkpoint was made with another optimizer, has other groups "
-                        "of parameters, or was exported without its optimizers: init_from= takes "
-                        "its weights")
-    for optimizer, state, now in zip(optimizers, states, settings):
-        state = {**state, "param_groups": now}
-        if isinstance(optimizer.param_groups[0]["params"][0], DTensor):
-            from common.sharded import sharded_like
-            state = sharded_like(optimizer, state)
-        optimizer.load_state_dict(state)
-        for group in optimizer.param_groups:
-            set_schedules(group, step - 1, cfg)
+def set_schedules(group, step, cfg):
+    """Set a group's values for the update after `step` completed steps."""
+    group["lr"] = group["peak_lr"] * lr_factor(step, cfg)
+    if cfg.decay_schedule == "linear":
+        group["weight_decay"] = group["peak_decay"] * (1 - step / cfg.max_steps)
+    if "momentum" in group and cfg.muon_momentum_steps:
+        rise = min(1.0, step / cfg.muon_momentum_steps)
+        group["momentum"] = 0.85 + rise * (MOMENTUM - 0.85)
 
 
 def lr_factor(step, cfg):
@@ -212,13 +228,3 @@ def loop_starts(model_cfg, max_steps):
     R = getattr(model_cfg, "n_loop", 1)
     warmup = getattr(model_cfg, "loop_warmup", 0.0) * max_steps
     return [math.ceil(warmup * r / max(1, R - 1)) for r in range(R)]
-
-
-def set_schedules(group, step, cfg):
-    """Set a group's values for the update after `step` completed steps."""
-    group["lr"] = group["peak_lr"] * lr_factor(step, cfg)
-    if cfg.decay_schedule == "linear":
-        group["weight_decay"] = group["peak_decay"] * (1 - step / cfg.max_steps)
-    if "momentum" in group and cfg.muon_momentum_steps:
-        rise = min(1.0, step / cfg.muon_momentum_steps)
-        group["momentum"] = 0.85 + rise * (MOMENTUM - 0.85)
