@@ -11,24 +11,25 @@ The trainer of every model. It runs as one process on a CPU or GPU, or through t
 
 The options are those of TrainConfig and of the chosen model's Config. common/options.py merges
 their defaults, a config file, a checkpoint and the command line. Only a single process makes a
-missing data set itself; for several, prepare.py makes it before. out/<run>/ receives ckpt.pt (the
-last state), best.pt (the state with the best validation loss), log.jsonl and curves.png. `step`
-counts completed optimizer steps.
+missing data set itself. For several processes, prepare.py must make it first. out/<run>/ receives
+ckpt.pt (the last state), best.pt (the state with the best validation loss), log.jsonl and
+curves.png. `step` counts completed optimizer steps.
 
 On a GPU, Python takes longer to launch the kernels of a small model than they take to run.
 compile=true, which is auto's choice there, lets torch.compile fuse kernels; this takes a minute or
-two at the start. compile=graph records the forward and backward pass of a micro-batch as they are
-and launches them as one CUDA graph (graphs.py); this is ready at once. It needs one process, and
-a model that reads no tensor on the host (mor with router=token reads one).
+two at the start. compile=graph fuses nothing. It records the kernels of a micro-batch's forward and
+backward pass and launches them as one CUDA graph (graphs.py), and it is ready at once. It needs one
+process, and a model that reads no tensor on the host (mor with router=token reads one).
 
 A run is repeatable, because its batch depends only on (seed, step), and the random numbers of a
 forward pass depend only on (seed, step, micro-batch). So a resumed run, and a run that evaluates
 more often, ends in the same weights. A run on another number of processes reads the same tokens.
-Schedules depend on step / max_steps, so that the learning rate of a run that is resumed with a
-larger max_steps= rises again.
+Schedules depend on step / max_steps, except for warm-ups, which count steps. So if a run is resumed
+with a larger max_steps=, a learning rate that has fallen rises again.
 """
 import bisect
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -58,26 +59,29 @@ from common.tasks import TaskBatches, count_right
 from prepare import HELD_OUT, PrepareConfig, prepare, tell_changes
 from sample import sample_text
 
+KEPT = "and what was saved is kept"     # the end of error messages
+
 
 @dataclass
 class Run:
-    """The parts of a run, and its progress. The functions below take a Run."""
+    """The parts of a run, and its progress. main, at the end of this file, calls setup, which makes
+    a Run, and then train or evaluate, which take it."""
     cfg: TrainConfig
     procs: Processes
     batches: object         # TextBatches or TaskBatches
     model: torch.nn.Module
     forward: object         # the model as training calls it: compiled, data parallel
-    micro_step: object      # the function micro_step, or a recording of it
     optimizers: list
     teacher: object = None  # a model to distil from
     taught_by: str = ""     # the fingerprint of its weights
+    recorded: object = None     # micro_step as a CUDA graph
     log: object = None      # Log, on the first process
     step: int = 0           # completed optimizer steps
     tokens: int = 0         # trained on, over all processes
     flops: float = 0.0      # floating-point operations of these steps
     evaluated: int = 0      # the step of the last evaluation
     best_ce: float = math.inf
-    replaces: bool = False  # the files of an older run stand in its folder until its first save
+    replaces: bool = False  # an older run's files stay in the folder until this run's first save
 
     @property
     def folder(self):
@@ -94,20 +98,20 @@ def train(run):
     """Train to max_steps. Return True if the run has reached max_steps, and False if a signal has
     stopped it after a step. Then its state is saved."""
     cfg = run.cfg
-    with stop_request() as stop:
+    with stop_request() as signals:
         while run.step < cfg.max_steps:
             # The evaluation comes before the step, because a run that was killed in its evaluation
             # is resumed here.
             if run.evaluated < run.step and run.step % cfg.eval_interval == 0:
                 save_and_evaluate(run)
-            logged, asked = train_step(run, stop)
+            logged, stopping = train_step(run, signals)
             if cfg.keep_interval and run.step % cfg.keep_interval == 0:
                 if run.replaces:            # the older run's step_*.pt go first
                     save_last(run)
                 save(run, f"step_{run.step}.pt")
             if run.log:
-                run.log.step(logged, write=run.step % cfg.log_interval == 0 or asked)
-            if asked:
+                run.log.step(logged, write=run.step % cfg.log_interval == 0 or stopping)
+            if stopping:
                 save_last(run)
                 return False
         if run.evaluated < run.step:
@@ -118,14 +122,14 @@ def train(run):
     return True
 
 
-def train_step(run, stop):
+def train_step(run, signals):
     """Take one optimizer step over the global batch. Return the values to log, and whether any
-    process was asked to stop. UserError on every process, before any weight moves, if the loss or
-    a gradient is not finite."""
+    process was asked to stop. UserError in every process if the loss or a gradient is not finite.
+    No weight has moved then."""
     run.model.train()
     starts = loop_starts(run.model.cfg, run.cfg.max_steps)
-    run.model.training_loops = sum(run.step >= start for start in starts)   # without loops: unread
-    logged, asked = clip_and_check(run, forward_backward(run), stop)
+    run.model.training_loops = sum(run.step >= start for start in starts)   # for models with loops
+    logged, stopping = clip_and_check(run, forward_backward(run), signals)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             set_schedules(group, run.step, run.cfg)
@@ -138,7 +142,7 @@ def train_step(run, stop):
     run.tokens += tokens
     run.flops += tokens * run.model.flops_per_token()
     run.step += 1
-    return logged, asked
+    return logged, stopping
 
 
 def forward_backward(run):
@@ -147,25 +151,27 @@ def forward_backward(run):
     cfg, procs = run.cfg, run.procs
     n = cfg.gradient_accumulation_steps // procs.world      # micro-batches of this process
     indices = range(procs.rank * n, (procs.rank + 1) * n)
-    micro = [run.batches.micro_batch(run.step, i) for i in indices]
-    counts = [int((y != -1).sum()) for _, y in micro]
+    micro_batches = [run.batches.micro_batch(run.step, i) for i in indices]
+    counts = [int((y != -1).sum()) for _, y in micro_batches]
     total = max(1.0, procs.sum(sum(counts))[0])             # targets of the global batch
     all_rows, logged = cfg.batch_size * cfg.gradient_accumulation_steps, {}
-    for index, (x, y), count in zip(indices, micro, counts):
+    for index, (x, y), count in zip(indices, micro_batches, counts):
         seed_forward(cfg.seed, run.step, index)
         # DDP sums gradients over the processes once a step. FSDP does so after each micro-batch,
         # because it keeps them sharded.
-        sums = procs.world == 1 or cfg.fsdp or index == indices[-1]
-        with contextlib.nullcontext() if sums else run.forward.no_sync():
+        sync = procs.world == 1 or cfg.fsdp or index == indices[-1]
+        with contextlib.nullcontext() if sync else run.forward.no_sync():
             x, y = to_device(x, run), to_device(y, run)
-            # The loss is a mean over a micro-batch's targets, and `count` of the step's `total`
-            # targets are its own. DDP and FSDP average over processes, so that `world` undoes that.
-            aux, right = run.micro_step(run, x, y, count / total * procs.world)
+            # The loss is the mean over the `count` targets of this micro-batch. The weight
+            # count / total makes the micro-batches add up to the mean over the step's `total`
+            # targets. DDP and FSDP divide by `world`, so that it is multiplied by `world`.
+            step = run.recorded or micro_step
+            aux, right = step(run, x, y, count / total * procs.world)
         values = {key: value * (count / total) for key, value in aux.items()}
         if run.task:
-            tokens, rows = right
-            values["token_accuracy"] = tokens / total
-            values["sequence_accuracy"] = rows / all_rows
+            right_tokens, right_rows = right
+            values["token_accuracy"] = right_tokens / total
+            values["sequence_accuracy"] = right_rows / all_rows
         for key, value in values.items():
             logged[key] = logged.get(key, 0.0) + value
     return logged
@@ -173,7 +179,8 @@ def forward_backward(run):
 
 def micro_step(run, x, y, weight):
     """Add the gradients of weight * loss of a micro-batch to those of the parameters. Return aux,
-    and for a task what count_right counts, else ()."""
+    {name: mean over the targets}, each of which is logged under its name, and for a task the
+    numbers of right tokens and rows, else ()."""
     with run.procs.autocast:
         logits, loss, aux = run.forward(x, y)
         if run.teacher is not None:
@@ -196,32 +203,33 @@ def distil(teacher, x, y, logits, loss, aux):
 
 def seed_forward(seed, step, index):
     """Seed the random numbers of a forward pass by (seed, step, micro-batch)."""
-    words = np.random.SeedSequence([seed, step, index, 1])  # tasks.py ends its seeds in other words
+    # The last word is 1, and tasks.py ends its seeds in other words, so that no two draws agree.
+    words = np.random.SeedSequence([seed, step, index, 1])
     high, low = words.generate_state(2, np.uint32)
     torch.manual_seed(int(high) << 32 | int(low))
 
 
 def to_device(x, run):
-    if run.procs.device.type == "cuda":         # the copy does not wait for earlier kernels
+    if run.procs.device.type == "cuda":         # Python goes on while the copy waits for its turn
         return x.pin_memory().to(run.procs.device, non_blocking=True)
     return x.to(run.procs.device)
 
 
-def clip_and_check(run, logged, stop):
+def clip_and_check(run, logged, signals):
     """Clip the gradients. Return the logged values, summed over all processes, and whether any
-    process was asked to stop. UserError on all processes if the loss or the gradient norm is not
-    finite."""
+    process was asked to stop, which is summed with them, because one message serves both. UserError
+    in all processes if the loss or the gradient norm is not finite."""
     clip = run.cfg.grad_clip or math.inf
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm     # sharded gradients
     values = [float(v) for v in logged.values()]
-    *values, asked = run.procs.sum(*values, float(len(stop) > 0))
+    *values, stopping = run.procs.sum(*values, float(len(signals) > 0))
     logged = dict(zip(logged, values), grad_norm=float(norm))
     for key in ("ce", "grad_norm"):
         if not math.isfinite(logged[key]):
             raise UserError(f"{key} is {logged[key]} at step {run.step}: the run stops before "
                             f"the update, {KEPT}")
-    return logged, asked > 0
+    return logged, stopping > 0
 
 
 def clear_gradients(run):
@@ -239,15 +247,15 @@ def tokens_per_step(cfg, model):
 
 @contextlib.contextmanager
 def stop_request():
-    """Yield a list, which is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed) asks for
-    a stop after the current step. Further signals change nothing, because timeout, torchrun and
-    schedulers send several, and the state is to be saved. SIGKILL ends a step at once. Under nohup,
-    which ignores SIGHUP, a run goes on."""
+    """Yield a list of signals. It is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed)
+    asks for a stop after the current step. Further signals change nothing, because timeout,
+    torchrun and schedulers send several, and the state is to be saved. SIGKILL ends a step at once.
+    A signal that was ignored at the start, as SIGHUP is under nohup, stays ignored."""
     asked = []
-    signals = {signal.SIGTERM, signal.SIGINT}
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signals.add(signal.SIGHUP)      # Windows has no SIGHUP
-    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig)) for sig in signals}
+    known = [getattr(signal, name, None) for name in ("SIGTERM", "SIGINT", "SIGHUP")]
+    heard = [sig for sig in known       # Windows has no SIGHUP
+             if sig is not None and signal.getsignal(sig) != signal.SIG_IGN]
+    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig)) for sig in heard}
     try:
         yield asked
     finally:
@@ -277,19 +285,20 @@ def setup(argv):
         teacher = load_teacher(cfg, model, batches.train)
     if cfg.fsdp:
         shard(model, blocks_of(model), procs.device, procs.world)
-    run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs), micro_step,
+    run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
               make_optimizers(model, cfg), *teacher)
     if not cfg.eval_only:
         try_micro_step(run)
         if cfg.compile == "graph":
-            run.micro_step = record_micro_step(run)
+            run.recorded = record_micro_step(run)
     if cfg.resume == "true":
         check_teacher(run, ckpt, "teacher" in given)
         restore(run, ckpt)
     elif cfg.eval_only and ckpt is not None:
         run.step = ckpt["step"]
     run.replaces = cfg.overwrite and newest(run.folder).exists() or is_replacing(run.folder)
-    # Here all processes meet, so that all have looked before the first one writes.
+    # The sum makes each process wait for all others. So all have read the folder before the first
+    # one writes to it.
     if procs.sum(run.step)[0] != procs.world * run.step:
         raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
                         f"the same on every node")
@@ -314,14 +323,17 @@ def check_graph(cfg, procs):
     """UserError if compile=graph is given where no step can be recorded."""
     one_gpu = procs.world == 1 and graphs.recordable(torch.empty(0, device=procs.device))
     if cfg.compile == "graph" and not cfg.eval_only and not one_gpu:
+        missing = ", and triton is missing" * (importlib.util.find_spec("triton") is None)
         raise UserError(f"compile=graph needs triton and one process on a CUDA GPU, but this run "
-                        f"has {procs.world} on {procs.device.type}: compile=auto runs anywhere")
+                        f"has {procs.world} on {procs.device.type}{missing}: compile=auto runs "
+                        f"anywhere")
 
 
 def open_batches(cfg, block_size, world):
     """Return the batches of a task or of a data set. A single process prepares a missing data set
-    of local files itself. Several processes would wait for that longer than a collective may take,
-    so that they get an error with the command that makes the data set."""
+    of local files itself. With several processes, a missing data set is an error that names the
+    command to make it, because the other processes would wait for longer than a collective may
+    take."""
     if is_task(cfg.dataset):
         return TaskBatches(cfg, block_size)
     local = cfg.dataset in ("python", *HELD_OUT) or cfg.dataset.startswith("file:")
@@ -333,9 +345,9 @@ def open_batches(cfg, block_size, world):
 
 
 def fit_to_data(cfg, given, batches):
-    """UserError if tokenizer= or sample_prompt= of the command line does not fit the data. If that
-    of a config file does not fit, the data's tokenizer is used, and the first tokens of the
-    validation data are the prompt, as they are if no prompt is given."""
+    """UserError if tokenizer= or sample_prompt= of the command line does not fit the data. If a
+    config file's tokenizer does not fit, the data's is used. If there is no prompt, or a config
+    file's does not fit, the first tokens of the validation data are the prompt."""
     task, data = is_task(cfg.dataset), batches.train
     # The tokens of a task are fixed, so that tokenizer= may only repeat its default there.
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
@@ -379,7 +391,7 @@ def set_budget(cfg, model, step=0, flops=0.0):
     # costs[r] is the FLOPs of a step in which r loops run. With loop_warmup the first steps run one
     # loop, and loop_starts says when further ones begin. A model without loops counts as one loop.
     costs = [0.0]
-    for loops in range(len(loop_starts(model.cfg, 1))):
+    for loops in range(getattr(model.cfg, "n_loop", 1)):
         model.training_loops = loops + 1
         costs.append(tokens_per_step(cfg, model) * model.flops_per_token())
     if 0 < cfg.max_flops < costs[1]:
@@ -387,17 +399,17 @@ def set_budget(cfg, model, step=0, flops=0.0):
                         f"floating-point operations")
 
     def of_first(steps, max_steps):
-        """Return the FLOPs of the first `steps` steps of a run of max_steps. A loop that begins to
-        run adds its cost to all later steps."""
+        """Return the FLOPs of the first `steps` steps of a run of max_steps. The cost of a loop is
+        added from the step at which it begins."""
         return sum((costs[r] - costs[r - 1]) * max(0, steps - start)
                    for r, start in enumerate(loop_starts(model.cfg, max_steps), 1))
 
     def of_run(max_steps):
         """Return the FLOPs of a run of max_steps, whose first `step` steps have spent `flops`. If
-        no option has changed since, `other` is only a rounding error and does not count."""
+        no option has changed since, `other` is a rounding error and is left out."""
         other = flops - of_first(step, max_steps)
         return of_first(max_steps, max_steps) + (other if abs(other) > costs[1] / 2 else 0)
-    if cfg.max_flops:                           # 2**62, because a checkpoint holds no larger int
+    if cfg.max_flops:                           # a checkpoint holds no int above 2**62
         steps = bisect.bisect_right(range(2**62), cfg.max_flops, key=of_run) - 1
         cfg.max_steps = max(1, steps)
 
@@ -436,19 +448,20 @@ def prepare_forward(cfg, model, procs):
     forward = torch.compile(model) if compiled else model
     if procs.world == 1:
         return forward
-    some = getattr(model.cfg, "loop_warmup", 0) > 0     # parameters wait for their loops
-    return torch.nn.parallel.DistributedDataParallel(forward, find_unused_parameters=some)
+    # The parameters of a loop that has not begun get no gradient.
+    unused = getattr(model.cfg, "loop_warmup", 0) > 0
+    return torch.nn.parallel.DistributedDataParallel(forward, find_unused_parameters=unused)
 
 
 def try_micro_step(run):
     """Compute a micro-batch and drop its gradients, so that a missing compiler, too little memory
     or an error of a library ends the run here, before its folder is touched. Code that is compiled
-    here is used again. The run itself does not change, because each forward pass is seeded, and
-    buffers, which a model may change in a forward pass, get their values back."""
+    here is used again. This changes nothing in the run, because each forward pass is seeded, and
+    because the buffers, which a model may change in a forward pass, are set back."""
     run.model.train()
     before = [buffer.clone() for buffer in run.model.buffers()]
     x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
-    run.micro_step(run, x, y, 1.0)
+    micro_step(run, x, y, 1.0)
     clear_gradients(run)
     for buffer, old in zip(run.model.buffers(), before):
         buffer.copy_(old)
@@ -486,17 +499,16 @@ def record_micro_step(run):
     return recorded
 
 
-def check_teacher(run, ckpt, given):
+def check_teacher(run, ckpt, named):
     """UserError if the teacher is not the one that the run began with. If the command line names
-    the teacher, a note tells this instead."""
+    the teacher (`named`), a note tells this instead."""
     was = ckpt.get("teacher", run.taught_by)        # older checkpoints do not have it
     if was == run.taught_by or run.cfg.eval_only:
         return
-    if not given:
+    if not named:
         path = run.cfg.teacher
-        raise UserError(f"teacher={path} is not the teacher that the run began with: its weights "
-                        f"are others now. With teacher={path} on the command line, the run goes on "
-                        f"with the new weights")
+        raise UserError(f"teacher={path} has other weights than when the run began: with "
+                        f"teacher={path} on the command line, the run goes on with the new weights")
     note("the teacher is not the one that the run began with")
 
 
@@ -515,8 +527,12 @@ def claim_folder(run):
             file.unlink()
     if not run.replaces:
         (folder / NEW_LOG).unlink(missing_ok=True)
-    elif not is_replacing(folder) and (folder / "pending.pt").exists():
-        os.replace(folder / "pending.pt", folder / "ckpt.pt")   # the older run's last state
+    elif cfg.overwrite and (folder / "pending.pt").exists():
+        # A killed run has left its last state. It is the older run now, even if it was itself about
+        # to replace another one.
+        run.replaces = is_replacing(folder)
+        commit(run)
+        run.replaces = True
     run.log = Log(run)
 
 
@@ -543,10 +559,10 @@ def evaluate(run):
     """Return the mean cross-entropy of the validation data in nats a token, and bits per byte. A
     task has no bits per byte, but the fractions of scored tokens and of rows that are right.
 
-    In eval mode a model computes its decoding function. A model that has `estimate` (LRT) also
-    estimates the cross-entropy by its faster training path. It does so on all batches, and computes
-    the exact figures on exact_batches of them. val_gap is the exact cross-entropy minus the
-    estimate, on the batches that have both."""
+    In eval mode a model computes exactly what it computes when it decodes. A model that has
+    `estimate` (LRT) also estimates the cross-entropy by its faster training path. It does so on all
+    batches, and computes the exact figures on exact_batches of them. val_gap is the exact
+    cross-entropy minus the estimate, on the batches that have both."""
     model, procs = run.model.eval(), run.procs
     batches = run.batches.val_batches(run.cfg.eval_batches)
     n, wanted = len(batches), run.cfg.exact_batches
@@ -599,7 +615,6 @@ def figures(run, x, y, exact):
 
 NEW_LOG = "log.new.jsonl"
 OURS = re.compile(r"(ckpt|pending|best|step_[0-9]+)\.pt|log(\.new)?\.jsonl|curves\.png")
-KEPT = "and what was saved is kept"                             # the end of error messages
 COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
 # Validation losses can be compared if all of these are the same.
 MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "block_size",
@@ -645,8 +660,9 @@ def save_last(run):
 
 
 def commit(run):
-    """Rename pending.pt to ckpt.pt. The files of a run that it replaces are removed before, so that
-    a kill in between leaves pending.pt, which is the newest state, and never a mixture."""
+    """Rename pending.pt to ckpt.pt. If the run replaces an older one, that one's files are removed
+    first. A kill in between leaves pending.pt, which is the newest state, and never files of both
+    runs as one."""
     folder = run.folder
     if run.procs.master and run.replaces:
         for file in folder.iterdir():
@@ -684,9 +700,9 @@ def restore(run, ckpt):
            "precision": run.procs.precision}
     was = {**ckpt["config"], **ckpt["model_config"], **ckpt}    # an older checkpoint has less
     # If an evaluation reads all of the text, batch_size does not change what it measures.
-    some = run.cfg.eval_batches or run.cfg.exact_batches
+    partial = run.cfg.eval_batches or run.cfg.exact_batches
     if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
-                 and (some or name != "batch_size")]:
+                 and (partial or name != "batch_size")]:
         note(f"the checkpoint's losses were measured with another {', '.join(other)}: the best "
              f"loss is forgotten, and the next evaluation replaces best.pt")
         run.best_ce = math.inf

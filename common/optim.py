@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from common.options import UserError
+from common.sharded import sharded_like
 
 # nanochat's groups, as the LRT paper has them (Appendix A). They are used if optimizer=muon and the
 # model has nanochat_rates, as LRT does. Each kind has AdamW's learning rate, in units of
@@ -35,7 +36,8 @@ def make_optimizers(model, cfg):
 
 def load_optimizers(optimizers, states, step, cfg):
     """Restore the optimizers' moments after `step` steps. Their settings are not restored, because
-    options may change on resume. The schedules are set as they were in the last step."""
+    options may change on resume. The schedules are set as they were in the last step, so that a
+    checkpoint that is saved before the next step is the same, bit for bit."""
     settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
     sizes = lambda groups: [len(group["params"]) for group in groups]
     if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:
@@ -45,7 +47,6 @@ def load_optimizers(optimizers, states, step, cfg):
     for optimizer, state, now in zip(optimizers, states, settings):
         state = {**state, "param_groups": now}
         if isinstance(optimizer.param_groups[0]["params"][0], DTensor):
-            from common.sharded import sharded_like
             state = sharded_like(optimizer, state)
         optimizer.load_state_dict(state)
         for group in optimizer.param_groups:
@@ -82,8 +83,8 @@ def common_groups(model, cfg):
 
 
 def nanochat_groups(model, cfg):
-    """Return nanochat's groups. The learning rates of cfg are those for 2^19 tokens a step. They
-    are scaled by the square root of the number of tokens. beta1 and beta2 of cfg have no effect,
+    """Return nanochat's groups. The learning rates of cfg are for 2^19 tokens a step. For n tokens
+    they are multiplied by sqrt(n / 2^19). beta1 and beta2 of cfg have no effect,
     and weight decay applies only to the matrices of the blocks."""
     kinds = by_kind(model)
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
@@ -125,8 +126,8 @@ def blocks_of(model):
 
 class Muon(torch.optim.Muon):
     """This is torch's Muon on stacks of matrices. torch launches 23 kernels for each matrix. Here
-    about as many serve all matrices of a shape, because these are stacked, so that each product of
-    the Newton-Schulz iteration is one batched product. A matrix with more rows than columns is
+    about 23 serve all matrices of a shape, because these are stacked, so that each product of the
+    Newton-Schulz iteration is one batched product. A matrix with more rows than columns is
     transposed and stacked with the matrices of its new shape. On a GPU the iteration runs in
     bfloat16. On a CPU it runs in the weights' dtype, because many CPUs have no instructions for
     bfloat16 and take twenty times as long."""
@@ -136,6 +137,8 @@ class Muon(torch.optim.Muon):
         for group in self.param_groups:
             params, grads, momenta = [], [], []
             self._init_group(group, params, grads, momenta)
+            if not params:      # all matrices of the group are frozen
+                continue
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, momenta, group["momentum"])   # Nesterov's
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])

@@ -194,6 +194,24 @@ def test_an_older_run_stays_until_it_is_replaced(tmp_path, data_dir, monkeypatch
     assert checkpoint.load_checkpoint(new.folder)["config"]["seed"] == 5
 
 
+def test_two_runs_that_die_before_they_replace_an_older_one(tmp_path, data_dir, monkeypatch):
+    """The second run dies in its first evaluation, and the third one before it. The second run goes on then, with its own
+    log."""
+    def losses(run):
+        return [row["ce"] for row in checkpoint.read_log(run.folder / "log.jsonl") if "ce" in row]
+
+    def broken(run):
+        raise OSError(28, "No space left on device")
+    second = losses(runs.run("gpt", tmp_path / "second", data_dir, "seed=5"))
+    runs.run("gpt", tmp_path, data_dir)
+    for seed, dies in (5, "evaluate"), (6, "forward_backward"):
+        with monkeypatch.context() as patch, pytest.raises(OSError):
+            patch.setattr(train, dies, broken)
+            runs.run("gpt", tmp_path, data_dir, "overwrite=true", f"seed={seed}", "eval_interval=4")
+        unlock(tmp_path / "r")
+    assert losses(runs.run("gpt", tmp_path, data_dir, "resume=true")) == second
+
+
 @pytest.mark.parametrize("die_at", [
     pytest.param((call, n), marks=[pytest.mark.full] * (call != "unlink" and n < 4), id=f"{call}-{n}")
     for call, n in (("unlink", 3), ("replace", 3), ("replace!", 3), ("replace", 4), ("replace!", 4))])

@@ -81,6 +81,15 @@ def test_a_step_of_56_matrices_is_few_launches():
     assert len(muon.param_groups[0]["params"]) == 56 and launches.count <= 60
 
 
+def test_frozen_blocks():
+    model, muon = gpt(torch.float32)
+    model.blocks.requires_grad_(False)
+    before = [p.clone() for p in model.blocks.parameters()]
+    set_gradients(model, 0)
+    muon.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.blocks.parameters()))
+
+
 def test_a_matrix_may_be_kept_from_muon():
     """A model's parameter_kinds moves parameters between the groups, and all rates stay those of the options."""
     model = tiny("gpt")

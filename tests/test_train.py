@@ -466,7 +466,7 @@ def test_a_teacher_that_has_changed(tmp_path, data_dir, capsys):
     on = [*runs.SMALL, f"out_dir={tmp_path}", "run=student", "resume=true"]
     os.rename(teacher.folder / "best.pt", teacher.folder / "old.pt")
     runs.run("gpt", tmp_path, data_dir, "run=teacher", "overwrite=true", "max_steps=2")
-    with pytest.raises(UserError, match="is not the teacher that the run began with: its weights are others"):
+    with pytest.raises(UserError, match="has other weights than when the run began"):
         train.setup(on)
     os.replace(teacher.folder / "old.pt", teacher.folder / "ckpt.pt")
     resumed = train.setup(on)
@@ -598,14 +598,17 @@ def test_the_trial_changes_nothing(tmp_path, data_dir, monkeypatch):
     assert trainer.model.counted == 1
 
 
-def test_a_terminal_that_closes(monkeypatch):
-    """SIGHUP asks for a stop, as SIGTERM does, but not below nohup."""
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTERM"])
+def test_signals(name):
+    """A signal asks for a stop, but not if it is ignored: SIGHUP below nohup, and SIGINT in a script's
+    background."""
+    sig = getattr(signal, name)
     for ignored in False, True:
-        before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        before = signal.signal(sig, signal.SIG_IGN if ignored else signal.SIG_DFL)
         with train.stop_request() as asked:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), sig)
         assert bool(asked) != ignored
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(sig, before)
 
 
 @pytest.mark.parametrize("name, more", [
