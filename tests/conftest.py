@@ -1,6 +1,7 @@
 """All tests share this file. It puts the repository on the path, adds the switch --full, and makes a small data set and
 tiny models."""
 import importlib
+import itertools
 import os
 import random
 import signal
@@ -45,22 +46,17 @@ def float32_products():
 
 
 def pytest_collection_modifyitems(config, items):
-    only = config.getoption("--model")
-    if only:
-        if only not in MODELS:
-            raise pytest.UsageError(f"--model={only}: there is no model_{only}.py; {', '.join(MODELS)}")
-        of_some = [item for item in items if hasattr(item, "callspec")]
-        kept = [item for item in of_some if only in item.callspec.params.values()]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
-    if not config.getoption("--full"):      # a repetition is not even collected
-        again = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=again)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    only, full = config.getoption("--model"), config.getoption("--full")
+    if only and only not in MODELS:
+        raise pytest.UsageError(f"--model={only}: there is no model_{only}.py; {', '.join(MODELS)}")
+    of_one = lambda item: hasattr(item, "callspec") and only in item.callspec.params.values()
+    kept = [(of_one(item) or not only) and (full or not item.get_closest_marker("full")) for item in items]
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept) if not keep])
+    items[:] = itertools.compress(items, kept)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if config.getoption("--full"):
+        if full:
             item.add_marker(pytest.mark.timeout(2400))      # 50 kills take long
 
 

@@ -8,6 +8,7 @@ import time
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from common import checkpoint, options
 from common.options import unlock
@@ -46,13 +47,8 @@ def run(model, out_dir, data_dir, *extra, stop_after=None):
 
 def fingerprint(x):
     """Return a nested value with each tensor as its dtype, shape and bytes. Two of them are equal if every bit is."""
-    if isinstance(x, dict):
-        return {key: fingerprint(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [fingerprint(value) for value in x]
-    if hasattr(x, "detach"):
-        return x.dtype, x.shape, x.detach().contiguous().flatten().numpy().tobytes()
-    return x
+    bits = lambda x: (x.dtype, x.shape, x.detach().contiguous().flatten().numpy().tobytes())
+    return tree_map_only(torch.Tensor, bits, x)
 
 
 def learned(run_or_state):

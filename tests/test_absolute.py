@@ -116,15 +116,6 @@ def test_dropout_on_branches_differs_between_micro_batches(name, silent, tmp_pat
     assert abs(first - second) > 1e-5 and abs(first - without) > 1e-5
 
 
-def test_compile_true_compiles(tmp_path, data_dir, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(model) or model)
-    for choice, count in ("true", 1), ("false", 0), ("auto", 0):    # auto compiles on a GPU
-        compiled.clear()
-        setup("gpt", tmp_path / choice, data_dir, f"compile={choice}")
-        assert len(compiled) == count
-
-
 def test_bfloat16_changes_the_loss(tmp_path, data_dir):
     wide, narrow = (logged(runs.run("gpt", tmp_path / dtype, data_dir, "max_steps=1", f"dtype={dtype}"), "ce")[0]
                     for dtype in ("float32", "bfloat16"))

@@ -1,6 +1,7 @@
 """Two processes with fsdp=true compute what one process computes, and write the same checkpoints."""
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten_with_path
 
 from common import checkpoint
 import runs
@@ -21,18 +22,12 @@ def sharded(model, folder, data_dir, *extra):
 def assert_alike(ours, theirs, tolerance=2e-5):
     """Compare weights and moments of two checkpoints, relative to the largest number of each tensor. Sums in another
     order differ by 1e-7, and Adam makes more of that where a gradient is almost 0."""
-    def tensors(tree, path=""):
-        for key, value in (tree.items() if isinstance(tree, dict) else enumerate(tree)):
-            if isinstance(value, (dict, list)):
-                yield from tensors(value, f"{path}/{key}")
-            elif isinstance(value, torch.Tensor):
-                yield f"{path}/{key}", value
     for part in ("weights", "optimizers"):
-        a, b = dict(tensors(ours[part])), dict(tensors(theirs[part]))
-        assert a.keys() == b.keys()
-        for name in a:
-            assert type(a[name]) is type(b[name]) and a[name].dtype == b[name].dtype
-            assert (a[name] - b[name]).abs().max() <= tolerance * b[name].abs().max().clamp(min=1e-3), name
+        pairs = zip(*(tree_flatten_with_path(of[part])[0] for of in (ours, theirs)), strict=True)
+        for (path, a), (other, b) in pairs:
+            assert path == other and type(a) is type(b), path
+            if torch.is_tensor(a):
+                assert a.dtype == b.dtype and (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1e-3), path
 
 
 @pytest.mark.parametrize("model, extra", [

@@ -3,11 +3,11 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import optim
 from common.options import TrainConfig
 from conftest import tiny
+from lab.bench import Counting
 from test_models import tokens
 
 
@@ -61,24 +61,14 @@ def test_stacks_are_matrix_by_matrix(stack, dtype, tolerance, monkeypatch):
     torch.optim.Muon(group["params"]).load_state_dict(muon.state_dict())
 
 
-class Launches(TorchDispatchMode):
-    """Counts the operators that are no views."""
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        aliases = [returned.alias_info for returned in func._schema.returns]
-        self.count += not (aliases and all(alias and not alias.is_write for alias in aliases))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_step_of_56_matrices_is_few_launches():
     """The launches are those of two shapes. torch.optim.Muon has 23 a matrix, 1,288 here."""
     model, muon = gpt(torch.float32, n_layer=8)
     set_gradients(model, 0)
     muon.step()                 # this step makes the momenta
-    with Launches() as launches:
+    with Counting() as counted:
         muon.step()
-    assert len(muon.param_groups[0]["params"]) == 56 and launches.count <= 60
+    assert len(muon.param_groups[0]["params"]) == 56 and counted.launches <= 60
 
 
 def test_frozen_blocks():

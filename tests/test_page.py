@@ -20,7 +20,6 @@ import torch
 import runs
 import serve
 import train
-from common.checkpoint import load_run
 from common.options import UserError
 from conftest import ROOT, move
 
@@ -322,12 +321,6 @@ def test_a_model_says_what_its_loop_is(url):
     """The page's sentences for the models depend on these two values."""
     told = {model["id"]: (model["router"], model["exits"]) for model in httpx.get(f"{url}/v1/models").json()["data"]}
     assert told == {"mor": ("expert", False), "relaxed": ("", True), "relaxed-without-exits": ("", False)}
-
-
-def test_a_run_in_bfloat16(folders):
-    model, tokenizer, _ = load_run(folders / "mor", torch.device("cpu"), "bfloat16")
-    run = page.PageEngine(model, tokenizer, page.PageConfig())
-    assert {x.dtype for x in [*run.kv, *run.model.parameters()]} == {torch.bfloat16}
 
 
 def test_a_missing_package_is_one_line(monkeypatch, capsys):

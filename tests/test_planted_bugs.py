@@ -93,7 +93,7 @@ BUGS = {
     "one dropout seed a step": ("train.py", "seed_forward(cfg.seed, run.step, index)",
         "seed_forward(cfg.seed, run.step, 0)", "test_absolute.py -k dropout_on_branches and gpt"),
     "compile=true ignored": ("common/device.py", 'return cfg.compile == "true" or', "return ",
-        "test_absolute.py -k compile_true"),
+        "test_bench.py -k training_is_compiled"),
     "dtype ignored": ("common/device.py", "return auto if cfg.dtype == \"auto\" else cfg.dtype", "return auto",
         "test_absolute.py -k bfloat16"),
     "a graph lets its function go": ("graphs.py", "self.function = function", "pass",

@@ -1,7 +1,5 @@
 """Decoding: the sampling loop gives what forward alone gives, a token is chosen as by hand, and the command line
 works."""
-from dataclasses import asdict
-
 import pytest
 import torch
 from hypothesis import given
@@ -31,20 +29,6 @@ def greedy(model, row, n, eot=None):
 def decode(model, prompts, n, **options):
     steps = sample.stream(model, prompts, n, **{"temperature": 0, **options})
     return [[token for token in row if token is not None] for row in zip(*steps)]
-
-
-def test_a_ragged_batch_is_read_as_in_the_docstring_of_stream(monkeypatch):
-    """idx and n_valid of each forward are looked at: of prefill, of a step of all rows, and of a step after a row has
-    ended."""
-    model, prompts, read = tiny("gpt", tie_embeddings=False), [[5, 6, 7], [8]], []
-    (a, c, d), (b, eot) = (greedy(model, prompt, n) for prompt, n in zip(prompts, (3, 2)))
-
-    def forward(idx, cache, n_valid=None):
-        read.append((idx.tolist(), None if n_valid is None else n_valid.tolist()))
-        return type(model).forward(model, idx, cache=cache, n_valid=n_valid)
-    monkeypatch.setattr(model, "forward", forward)
-    assert [*sample.stream(model, prompts, 3, temperature=0, eot=eot)] == [[a, b], [c, None], [d, None]]
-    assert read == [([[5, 6, 7], [8, 0, 0]], [3, 1]), ([[a], [b]], None), ([[c], [eot]], [1, 0])]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,15 +92,12 @@ def test_streams_a_sample(trained, capsys):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_and_cache_have_the_dtype(name, tmp_path, monkeypatch, capsys):
+def test_weights_and_cache_have_the_dtype(name, tmp_path, data_dir, monkeypatch, capsys):
     """A CPU takes float32 by itself, with the same text. bfloat16 rounds, and the text may be another."""
-    model, loaded = tiny(name, vocab_size=257).float(), []
-    checkpoint.save_checkpoint(tmp_path / "ckpt.pt", {
-        **{field: kind() for field, kind in checkpoint.FIELDS.items()}, "model": name, "tokenizer": {"kind": "byte"},
-        "model_config": asdict(model.cfg), "weights": dict(model.state_dict())})
+    folder, loaded = runs.run(name, tmp_path, data_dir, "max_steps=1").folder, []
     monkeypatch.setattr(sample, "load_run", lambda *args, **keys: loaded.append(checkpoint.load_run(*args, **keys))
                         or loaded[-1])
-    argv = str(tmp_path), "device=cpu", "prompt=abcdefgh", "max_new_tokens=30", "temperature=0"
+    argv = str(folder), "device=cpu", "prompt=abcdefgh", "max_new_tokens=30", "temperature=0"
     assert call(capsys, *argv).out == call(capsys, *argv, "dtype=float32").out
     assert "30 tokens in" in call(capsys, *argv, "dtype=bfloat16", "stop=false").err
     auto, wide, narrow = (model for model, *_ in loaded)
