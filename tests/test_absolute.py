@@ -123,12 +123,16 @@ def test_bfloat16_changes_the_loss(tmp_path, data_dir):
 
 
 def test_tokens_per_second_is_the_clocks(tmp_path, data_dir, monkeypatch):
-    """A clock moves by half a second a step. A step has 2 x 16 tokens, so that 64 tokens a second are logged."""
-    run = setup("gpt", tmp_path, data_dir, "max_steps=4")
+    """A clock moves by half a second a step, and by ten an evaluation, which is no training time. A step has 2 x 16
+    tokens, so that 64 tokens a second are logged."""
+    run = setup("gpt", tmp_path, data_dir, "max_steps=4", "eval_interval=2")
     now = [run.log.lap[0]]
     monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
-    step = train.train_step
-    monkeypatch.setattr(train, "train_step", lambda *a: (now.__setitem__(0, now[0] + 0.5), step(*a))[1])
+    for name, seconds in ("train_step", 0.5), ("evaluate", 10.0):
+        def later(*given, function=getattr(train, name), seconds=seconds):
+            now[0] += seconds
+            return function(*given)
+        monkeypatch.setattr(train, name, later)
     train.train(run)
     assert logged(run, "tokens_per_second") == [64.0] * 4
 
