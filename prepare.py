@@ -64,7 +64,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data import folder_name, load_data, repeated
+from common.data import check_dataset, folder_name, load_data, repeated
 from common.options import (UserError, check_name, first_line, lock, need, note, run_cli,
                             sha256_of, split_args, typed_config, unlock)
 from common.tokenizer import (HUB_NAME, SURROGATE, ByteTokenizer, CharTokenizer, check_back,
@@ -188,6 +188,7 @@ def documents(cfg, files):
     elif cfg.dataset == "shakespeare":
         yield download(SHAKESPEARE)
     elif not files:
+        check_dataset(cfg.dataset)
         raise UserError(f"unknown dataset {cfg.dataset!r:.60}: the data sets are python, "
                         "packages, packages-tune, file:PATH, shakespeare, hf:NAME[:config]")
     else:       # bytes that are not UTF-8 become lone surrogates

@@ -32,6 +32,14 @@ def data_folder(cfg):
     return root / folder_name(cfg)
 
 
+def check_dataset(dataset):
+    """UserError if dataset= is a path alone, because the kind of a data set (file:, hf:) must stand
+    before its path."""
+    if ":" not in dataset and Path(dataset).expanduser().exists():
+        raise UserError(f"dataset={dataset} is a path: dataset=file:{dataset} reads a text, a glob "
+                        f"or a folder of texts, and dataset=hf:{dataset} reads tables")
+
+
 def open_data(cfg):
     """Return {"train": TokenData, "val": TokenData} of a prepared data set. UserError if there is
     none, or if the folder was made from another data set, because two names may give one folder."""
@@ -39,6 +47,7 @@ def open_data(cfg):
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
     if not folder.exists():
+        check_dataset(cfg.dataset)
         raise UserError(f"{folder} does not exist: make it with {again}")
     data = load_data(folder)
     meta = data["train"].meta
