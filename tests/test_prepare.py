@@ -503,7 +503,7 @@ def test_local_data_sets(tmp_path, monkeypatch):
     for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # it would read more
                              "hf:": "unknown dataset", "hf:[a].parquet": "0 documents of UTF-8 text, 32 others",
                              "file:rows.csv": "is a table: dataset=hf:PATH", "file:*.jsonl": "is a table",
-                             "rows.csv": "the data sets are python", "hf:json": "cannot read hf:json"}.items():
+                             "rows.csv": "dataset=hf:rows.csv reads tables", "hf:json": "cannot read hf:json"}.items():
         with pytest.raises(UserError, match=message):
             make(tmp_path, dataset=dataset, text_column="n" if "others" in message else "m")
 
