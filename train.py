@@ -155,6 +155,7 @@ def forward_backward(run):
     counts = [int((y != -1).sum()) for _, y in micro_batches]
     total = max(1.0, procs.sum(sum(counts))[0])             # targets of the global batch
     all_rows, logged = cfg.batch_size * cfg.gradient_accumulation_steps, {}
+    one_batch = run.recorded or micro_step
     for index, (x, y), count in zip(indices, micro_batches, counts):
         seed_forward(cfg.seed, run.step, index)
         # DDP sums gradients over the processes once a step. FSDP does so after each micro-batch,
@@ -165,8 +166,7 @@ def forward_backward(run):
             # The loss is the mean over the `count` targets of this micro-batch. The weight
             # count / total makes the micro-batches add up to the mean over the step's `total`
             # targets. DDP and FSDP divide by `world`, so that it is multiplied by `world`.
-            step = run.recorded or micro_step
-            aux, right = step(run, x, y, count / total * procs.world)
+            aux, right = one_batch(run, x, y, count / total * procs.world)
         values = {key: value * (count / total) for key, value in aux.items()}
         if run.task:
             right_tokens, right_rows = right

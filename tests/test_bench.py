@@ -105,19 +105,25 @@ def test_a_graph_trains_and_decodes_as_eager_code(monkeypatch):
     emulate(monkeypatch)
     cfg, weights = TrainConfig(batch_size=2), []
     for mode in "graph", "eager":
+        torch.manual_seed(1)
         model = tiny("gpt").float()
         forwards, forward = [], model.forward
         model.forward = lambda *batch: forwards.append(1) or forward(*batch)
         calls = bench.training(model, CPU, cfg, mode)
-        before, moved = [w.detach().clone() for w in model.parameters()], []
         for call in [*calls.values()] * 2:
             call.run()
-            moved.append(not all(map(torch.equal, before, model.parameters())))
-        assert moved == [False, True, True, True]
         weights.append([*model.parameters()])
         assert len(forwards) == (2 if mode == "graph" else 4)
     assert all(map(torch.equal, *weights))
     assert bench.training(tiny("mor", router="token"), CPU, cfg, "graph") == {}
+    model, seen = tiny("gpt").float(), []
+    forward = model.forward
+    model.forward = lambda idx, **more: seen.append(idx.size(1)) or forward(idx, **more)
+    call = bench.decoding(model, CPU, 100, 3)
+    for _ in range(3):
+        call.prepare()
+        call.run()
+    assert seen == [92, 1, 1, 92, 92] and call.count()[0] == 0
 
 
 def test_modes_of_decoding(capsys, monkeypatch):
@@ -137,6 +143,17 @@ def test_modes_of_decoding(capsys, monkeypatch):
         "decoding batch 1, T 16, float32, graph", "decoding batch 1, T 16, bfloat16, eager",
         "prefill 15 tokens, bfloat16"]
     assert out.count(" launches") == 1
+
+
+def test_a_training_step_is_what_moves_the_weights():
+    model = tiny("gpt").float()
+    calls = bench.training(model, CPU, TrainConfig(batch_size=2), "eager")
+    weights = [w.detach().clone() for w in model.parameters()]
+    same = lambda: all(map(torch.equal, weights, model.parameters()))
+    calls["forward + backward, eager"].run()
+    assert same() and all(w.grad is None for w in model.parameters())
+    calls["training step, eager"].run()
+    assert not same()
 
 
 def test_figures_of_a_known_gpu(capsys, monkeypatch):
@@ -204,23 +221,18 @@ def test_memory_of_graphs(monkeypatch):
     assert bench.peak(torch.device("cuda", 0)) == 1030
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_what_decoding_runs(graph, monkeypatch):
-    """A call decodes the last eight tokens, one after the other. The tokens before them are prefilled by prepare. With a
-    graph, Python runs the first two steps alone, and no launch is counted."""
-    if graph:
-        emulate(monkeypatch)
-    model, seen = tiny("gpt").float(), []
+def test_what_decoding_runs():
+    """A call decodes the last eight tokens, one after the other. The tokens before them are prefilled by prepare."""
+    model, seen = tiny("gpt"), []
     forward = model.forward
     model.forward = lambda idx, cache, n_valid=None: (seen.append((len(idx), idx.size(1), cache.longest)),
-                                                      forward(idx, cache=cache, n_valid=n_valid))[1]
+                                                      forward(idx, cache=cache))[1]
     call = bench.decoding(model, CPU, 100, 3)
     for _ in range(2):
         call.prepare()
         assert seen.pop() == (3, 92, 0)
         call.run()
-    assert seen == ([(3, 1, 92 + n) for n in range(8)] * 2)[:2 if graph else None]
-    assert not graph or call.count()[0] == 0
+    assert seen == [(3, 1, 92 + n) for n in range(8)] * 2
 
 
 def test_trained_runs(tmp_path, data_dir, capsys):

@@ -31,6 +31,20 @@ def decode(model, prompts, n, **options):
     return [[token for token in row if token is not None] for row in zip(*steps)]
 
 
+def test_a_ragged_batch_is_read_as_in_the_docstring_of_stream(monkeypatch):
+    """idx and n_valid of each forward are looked at: of prefill, of a step of all rows, and of a step after a row has
+    ended."""
+    model, prompts, read = tiny("gpt", tie_embeddings=False), [[5, 6, 7], [8]], []
+    (a, c, d), (b, eot) = (greedy(model, prompt, n) for prompt, n in zip(prompts, (3, 2)))
+
+    def forward(idx, cache, n_valid=None):
+        read.append((idx.tolist(), None if n_valid is None else n_valid.tolist()))
+        return type(model).forward(model, idx, cache=cache, n_valid=n_valid)
+    monkeypatch.setattr(model, "forward", forward)
+    assert [*sample.stream(model, prompts, 3, temperature=0, eot=eot)] == [[a, b], [c, None], [d, None]]
+    assert read == [([[5, 6, 7], [8, 0, 0]], [3, 1]), ([[a], [b]], None), ([[c], [eot]], [1, 0])]
+
+
 @pytest.mark.parametrize("name", MODELS)
 @given(data=st.data())
 def test_random_batches_decode_as_if_alone(name, data):

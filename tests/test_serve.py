@@ -166,6 +166,21 @@ def test_when_requests_are_admitted_and_what_shares_a_call(batching):
     assert {size for size in sizes if size[1] > 1} == {(1, 20)} and not any(idle)
 
 
+def test_the_life_of_four_tokens():
+    """The table in Engine's docstring says in each step which loop a slot runs, and how many loops its tokens have
+    taken."""
+    engine, seen = serve.Engine(looping(), 1, 20, exit="static:1"), []
+    exits = iter([True, True, False, False, True])      # in steps 3 to 7
+    engine.rule = lambda loop, p: next(exits)
+    engine.admit(serve.deque([serve.Request([1, 2], 3)]))
+    while engine.busy():
+        [slot] = engine.slots
+        tokens = " ".join(f"{token.pos}:{token.loop}" for token in slot.unfinished)
+        seen.append((str(len(seen) + 1), str(slot.depth() + 1), tokens))
+        engine.step()
+    assert seen == re.findall(r"^ +(\d) +(\d) +(\d:\d(?: \d:\d)*)", serve.Engine.__doc__, re.M) and len(seen) == 7
+
+
 def test_a_slot_forgets():
     """It forgets all that it has in any loop, even NaN. Other slots keep theirs."""
     engine = serve.Engine(looping(module=model_mor, n_layer=5), 3, 6)

@@ -48,6 +48,17 @@ def printed(notebook):
             for cell in code_cells(notebook)]
 
 
+def sections(notebook):
+    """{title: cells} of the parts that begin with ##."""
+    found, title = {}, ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and cell.source.startswith("#"):
+            title = cell.source.split("\n")[0]
+        if title.startswith("## "):
+            found.setdefault(title, []).append(cell)
+    return found
+
+
 def faults(notebook):
     """What is wrong with the notebook, a list of sentences."""
     found, cells = [], code_cells(notebook)
@@ -64,6 +75,10 @@ def faults(notebook):
             found.append(f"code cell {number} has an error or a warning")
         if any("object at 0x" in o.get("data", {}).get("text/plain", "") for o in cell.outputs):
             found.append(f"code cell {number} shows an address")
+    for title, part in sections(notebook).items():
+        heading, *questions = re.split(r"^\d\. ", part[-1].source, flags=re.M)
+        if heading.strip() != "**Two questions.**" or ["?" in q and "`" in q for q in questions] != [True, True]:
+            found.append(f"{title} does not end with two questions that name what to change")
     if not all(line.endswith(": True") for lines in printed(notebook) for line in lines):
         found.append("a statement is not true")
     shown = [notebook.metadata, *(cell.metadata for cell in notebook.cells)]
@@ -77,7 +92,40 @@ def test_form():
     notebook = nbformat.read(TOUR, 4)
     nbformat.validate(notebook)
     assert faults(notebook) == []
+    assert [re.split(r"[ :]+", title)[2] for title in sections(notebook)] == [
+        "Who", "RT", "LRT", "RAT", "Relaxed", "MoR", "Kernels"]
     assert TOUR.stat().st_size < 1_500_000
+
+
+def prints(text, name="stdout"):
+    output = nbformat.v4.new_output("stream", text=text, name=name)
+    return lambda nb: code_cells(nb)[5].outputs.append(output)
+
+
+PLANTS = {
+    "a line too many": lambda nb: code_cells(nb)[2].update(source=code_cells(nb)[2].source + "\nx = 1"),
+    "a long line": lambda nb: code_cells(nb)[0].update(source="x" * 101),
+    "not executed": lambda nb: code_cells(nb)[4].update(execution_count=None),
+    "no picture": lambda nb: code_cells(nb)[4].update(outputs=[]),
+    "two pictures": lambda nb: code_cells(nb)[4].outputs.extend(code_cells(nb)[4].outputs),
+    "a warning": prints("UserWarning: slow", "stderr"),
+    "a false statement": prints("tiled = naive: False"),
+    "an absolute path": prints("/a/b.py: True"),
+    "a path of Windows": prints("C:\\a\\b.py: True"),
+    "a name": prints(f"{socket.gethostname()}: True"),
+    "a path in the metadata": lambda nb: nb.metadata.update(file="/a/b.ipynb"),
+    "an address": lambda nb: code_cells(nb)[5].outputs.append(
+        nbformat.v4.new_output("execute_result", data={"text/plain": "<Legend object at 0x7f00>"}, execution_count=6)),
+    "one question": lambda nb: nb.cells[-2].update(source=nb.cells[-2].source.split("\n2. ")[0]),
+    "nothing to change": lambda nb: nb.cells[-2].update(source=nb.cells[-2].source.replace("`", "")),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_faults_are_found(plant):
+    notebook = copy.deepcopy(nbformat.read(TOUR, 4))
+    PLANTS[plant](notebook)
+    assert len(faults(notebook)) >= 1
 
 
 @pytest.mark.full

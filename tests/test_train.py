@@ -204,10 +204,12 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     assert train.setup(argv).step == 6
 
 
-def test_the_trapezoid_by_hand():
-    """test_absolute.py has the cosine, and test_lrt.py has linear."""
-    cfg = TrainConfig(max_steps=100, warmup_steps=9, min_lr_frac=0.1, cooldown_frac=0.5, lr_schedule="trapezoid")
-    for step, factor in {0: 0.1, 30: 1.0, 75: 0.55, 100: 0.1}.items():
+@pytest.mark.parametrize("schedule, factors", [
+    ("cosine", {0: 0.1, 9: 1.0, 9 + 91 / 2: 0.55, 100: 0.1}), ("linear", {0: 1.0, 50: 1.0, 75: 0.55, 100: 0.1}),
+    ("trapezoid", {0: 0.1, 30: 1.0, 75: 0.55, 100: 0.1})])
+def test_schedules_by_hand(schedule, factors):
+    cfg = TrainConfig(max_steps=100, warmup_steps=9, min_lr_frac=0.1, cooldown_frac=0.5, lr_schedule=schedule)
+    for step, factor in factors.items():
         assert abs(optim.lr_factor(step, cfg) - factor) < 1e-12
 
 
@@ -528,21 +530,26 @@ def test_what_is_told_before_a_run(tmp_path, data_dir, capsys, monkeypatch):
     assert "nothing is left to train: the checkpoint is of step 1, and max_steps=1" in told and resumed.step == 1
 
 
-FIELD = "from model_gpt import Model, dataclass\nimport model_gpt\n@dataclass\nclass Config(model_gpt.Config):\n    "
-
-
-@pytest.mark.parametrize("text, told", [
-    *((text, "model_broken.py is not a model file: it needs a dataclass Config with block_size") for text in (
-        "", "from model_gpt import Config", "Config = 5\nfrom model_gpt import Model",
-        "from model_gpt import Model, dataclass\n@dataclass\nclass Config:\n    block_size: int = 1",
-        "from model_gpt import Config, nn\nclass Model(nn.Module):\n    pass")),
-    (f"{FIELD}cap: float | None = None", "type of cap must be int"), (f"{FIELD}widths: tuple = (1, 2)", "type of widths must be")])
-def test_a_file_that_is_no_model(text, told, tmp_path, monkeypatch):
-    """With a field of another type the run would train, and its checkpoint could not be read."""
+@pytest.mark.parametrize("text", ["", "class Config: pass", "from model_gpt import Config", "Config = 5\nfrom model_gpt import Model",
+                                  "from model_gpt import Model, dataclass\n@dataclass\nclass Config:\n    block_size: int = 1",
+                                  "from model_gpt import Config\nclass Model:\n    flops_per_token = 3",
+                                  "from model_gpt import Config, nn\nclass Model(nn.Module):\n    pass"])
+def test_a_file_that_is_no_model(text, tmp_path, monkeypatch):
     (tmp_path / "model_broken.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "model_broken", raising=False)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match="model_broken.py is not a model file: it needs a dataclass Config with block_size"):
+        merge({"model": "broken"}, checkpoint.load_start)
+
+
+@pytest.mark.parametrize("field", ["cap: float | None = None", "widths: tuple = (1, 2)"])
+def test_a_field_that_is_no_option(field, tmp_path, monkeypatch):
+    """Otherwise the run would train, and its checkpoint could not be read."""
+    text = f"from model_gpt import Model, dataclass\nimport model_gpt\n@dataclass\nclass Config(model_gpt.Config):\n    {field}"
+    (tmp_path / "model_broken.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "model_broken", raising=False)
+    with pytest.raises(UserError, match=f"model_broken.py: the type of {field.split(':')[0]} must be int, float, bool or str"):
         merge({"model": "broken"}, checkpoint.load_start)
 
 
