@@ -79,6 +79,10 @@ class EvalConfig(Options):
             raise ValueError(f"lengths={self.lengths:.60}: each must divide the longest one")
 
 
+OF_TEXT = {"lengths", "batches", "dataset", "data_dir"}
+OF_TASKS = {"prefill", "num_fewshot", "limit", "include_path"}
+
+
 # ---- losses of a text ----
 
 @torch.no_grad()
@@ -324,6 +328,9 @@ def main(argv):
     ckpt = load_checkpoint(path)
     of_run = {key: ckpt["config"][key] for key in ("batch_size", "dataset", "data_dir")}
     cfg = typed_config(EvalConfig, {**of_run, **given})
+    unused = given.keys() & (OF_TEXT if cfg.tasks else OF_TASKS)
+    if unused:
+        raise UserError(f"{min(unused)}= has no meaning {'with' if cfg.tasks else 'without'} tasks=")
     of_model = "block_size", "exit_loop", "prefill"
     changed = {key: getattr(cfg, key) for key in of_model if given.get(key)}
     device = pick_device(cfg.device)

@@ -65,6 +65,10 @@ def test_fast_is_an_option(run, monkeypatch):
 
 
 def test_all_lengths_predict_the_same_tokens(run, data_dir):
+    for keys, told in {("limit=5",): "limit= has no meaning without tasks=",
+                       ("tasks=piqa", "batches=1"): "batches= has no meaning with tasks="}.items():
+        with pytest.raises(UserError, match=f"^{told}$"):
+            evaluate(run, *keys)
     text, longer = np.fromfile(data_dir / "words" / "val.bin", dtype="<u2"), {}
     if load_run(run)[0].context_limit:
         longer = {"block_size": 96}

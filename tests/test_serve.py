@@ -194,7 +194,7 @@ def test_a_slot_forgets():
 
 
 BAD = {
-    b"{": "not a JSON object", b"[" * 100_000: "not a JSON object", b"[1]": "not a JSON object",
+    b"{": "not a JSON object", b'{"prompt": "a", "id": NaN}': "not a JSON object", b"[" * 100_000: "not a JSON object", b"[1]": "not a JSON object",
     b"{}": "the prompt is empty", b'{"prompt": "\\ud800"}': "is not valid Unicode text",
     b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens must be an int",
     b'{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be at least 1",
