@@ -47,6 +47,8 @@ def open_data(cfg):
     again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                        f"data_dir={cfg.data_dir}")
     if not folder.exists():
+        if is_task(cfg.dataset):
+            raise UserError(f"dataset={cfg.dataset} is a task: a text is needed here")
         check_dataset(cfg.dataset)
         raise UserError(f"{folder} does not exist: make it with {again}")
     data = load_data(folder)
