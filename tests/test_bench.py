@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.checkpoint import load_checkpoint, save_checkpoint
 from common.options import TrainConfig, UserError, model_module
 from conftest import tiny
 from emulated_graphs import emulate
@@ -243,9 +244,9 @@ def test_trained_runs(tmp_path, data_dir, capsys):
     found = json.loads(out.splitlines()[-1])
     assert [found[f].keys() for f in folders] == [{"train_ms", "decode_1_ms", "decode_16_ms", "cache_bytes"}] * 2
     assert out.count(f"x {folders[0]}") == 8 and f"{found[folders[1]]['train_ms']:11.3f} ms" in out
-    task = torch.load(f"{folders[0]}/ckpt.pt")
+    task = load_checkpoint(folders[0])
     task["config"]["dataset"] = "task:copy"
-    torch.save(task, tmp_path / "task.pt")
+    save_checkpoint(tmp_path / "task.pt", task)
     with pytest.raises(UserError, match="^dataset=task:copy is a task: a text is needed here$"):
         bench.main(["runs", str(tmp_path / "task.pt")])
     bench.main(["mor", f"init_from={folders[1]}", "device=cpu"])
