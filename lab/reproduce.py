@@ -603,7 +603,7 @@ def show(experiment, runs):
     if count := sum(map(bool, others.values())):
         what = " and ".join(sorted(set(sum(others.values(), []))))
         note(f"{count} of these runs were made with another {what}; "
-             f"python -m lab.reproduce {experiment.name} again repeats them")
+             f"to repeat them: python -m lab.reproduce {experiment.name} again")
 
 
 def forget(runs):
