@@ -330,7 +330,8 @@ def main(argv):
     cfg = typed_config(EvalConfig, {**of_run, **given})
     unused = given.keys() & (OF_TEXT if cfg.tasks else OF_TASKS)
     if unused:
-        raise UserError(f"{min(unused)}= has no meaning {'with' if cfg.tasks else 'without'} tasks=")
+        how = "with" if cfg.tasks else "without"
+        raise UserError(f"{min(unused)}= has no meaning {how} tasks=")
     of_model = "block_size", "exit_loop", "prefill"
     changed = {key: getattr(cfg, key) for key in of_model if given.get(key)}
     device = pick_device(cfg.device)

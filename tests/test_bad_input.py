@@ -113,7 +113,7 @@ BENCH = [
     (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 EVAL = [
-    (["out/r", "prefill=exact"], "prefill=exact is no option of model=gpt"),
+    (["out/r", "tasks=piqa", "prefill=exact"], "prefill=exact is no option of model=gpt"),
     (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
     (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
     (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "which is not the one of the data set (task, 6"),
