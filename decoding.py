@@ -3,8 +3,9 @@ Decoding with a KV cache, for all models: where the keys and values of earlier t
 
 To go on with a sequence, a Transformer needs nothing of the earlier tokens but their keys and
 values. A call with a cache therefore runs the new tokens alone. Each layer writes their keys and
-values into slots of the cache and attends to all that are there. Slot p of a row holds the token at
-position p. (The caches of LRT and RAT, subclasses in their files, hold a state besides.)
+values into slots of the cache and attends to all that are there. In KVCache slot p of a row holds
+the token at position p. The caches of LRT and RAT are subclasses in their files. LRT's holds a
+state besides. RAT's holds states, too, and has slots of its own.
 
 Rows of a batch may hold different numbers of tokens, and a call may bring each row a different
 number of new ones. Such a call is ragged. Its T new tokens a row are padded on the right, and
@@ -93,7 +94,8 @@ class KVCache:
 
     def place(self, T, n_valid=None):
         """Return the Slots of T new tokens a row, of which n_valid (B,) are real (None: all). Raise
-        ValueError if they do not fit. Nothing is changed."""
+        ValueError if they do not fit. (Before a static call, its caller calls check_room.) No token
+        is written or counted yet."""
         n_new = torch.full_like(self.lengths, T)
         if n_valid is not None:
             n_new = n_valid.to(self.lengths).clamp(0, T)
@@ -174,10 +176,11 @@ class Cached:
 # ---- the choice of a token ----
 
 def next_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Draw one token a row, (B,) int64, from logits (B, V). temperature divides the logits; at 0
-    the likeliest token is taken. Then top_k keeps the k likeliest tokens and those that tie with
-    the last of them (0: all). Then top_p keeps the smallest set of likeliest tokens whose
-    probabilities sum to at least top_p (Holtzman et al. 2020)."""
+    """Draw one token a row, (B,) int64, from logits (B, V). At temperature 0, or with top_k 1, the
+    likeliest token is taken. Otherwise temperature divides the logits. Then top_k keeps the k
+    likeliest tokens and those that tie with the last of them (0: all). Then top_p keeps the
+    smallest set of likeliest tokens whose probabilities sum to at least top_p (Holtzman et al.
+    2020)."""
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
     logits = logits / max(temperature, 1e-6)

@@ -8,7 +8,7 @@ A CUDA graph is the list of all kernels that a function has launched. Replaying 
     Graph(function, inputs)         the same with new inputs at each call
     replay(key, function, *inputs)  ordinary at its first call, recorded at the second
     recordable(x)                   whether a call on x can be recorded
-    decoder(model, cache)           a step of decoding: ordinary, then recorded, then replayed
+    decoder(model, cache)           a step of decoding: run without a graph, recorded, then replayed
     stepper(function, cache)        the same for any function that decodes one token a row
 
 A function that is recorded must not read a tensor on the host, as int(x), x.tolist() and `if x`
@@ -33,7 +33,8 @@ MOST = 8                  # replay keeps at most so many graphs, because each of
 
 def recordable(x):
     """Return whether a call on x can be recorded. x is a tensor in the call's dtype. Float64 and a
-    machine without triton are left out, because kernels.py's plain code reads on the host."""
+    machine without triton are left out, because kernels.py's plain code reads on the host. So is a
+    call inside of a recording."""
     return (x.is_cuda and x.dtype != torch.float64 and bool(importlib.util.find_spec("triton"))
             and not torch.cuda.is_current_stream_capturing())
 
@@ -43,10 +44,11 @@ def record(function, generators=()):
     Return its outputs, which hold no values yet, and a run(), each call of which runs the kernels
     and so fills the outputs. generators are the random number generators, beside torch's own, that
     the function draws from."""
-    # Graphs that exist at the same time are recorded on different streams, because cuBLAS has one
-    # workspace for each stream, and torch frees it with the first of a stream's graphs. torch has
-    # 32 streams, which it hands out in turn. So the stream of a graph that is gone is used again
-    # (FREE), before torch would hand out one that is in use.
+    # cuBLAS has one workspace for each stream. torch frees it when any graph of this stream is
+    # gone, although other graphs of the stream still use it. So graphs that exist at the same time
+    # are recorded on different streams. torch has 32 streams, which it hands out in turn. So the
+    # stream of a graph that is gone is used again (FREE), before torch would hand out one that is
+    # in use.
     graph, streams = torch.cuda.CUDAGraph(), FREE[torch.cuda.current_device()]
     stream = streams.pop() if streams else torch.cuda.Stream()
     weakref.finalize(graph, streams.append, stream)
@@ -66,7 +68,7 @@ def record(function, generators=()):
 
 
 class Graph:
-    """function(*inputs) -> list of tensors, as a CUDA graph. The function has run before with
+    """function(*inputs) -> list of tensors, as a CUDA graph. The function must have run before with
     inputs of these shapes, so that its kernels are compiled."""
 
     def __init__(self, function, inputs, generators=()):
@@ -103,8 +105,7 @@ def replay(key, function, *inputs):
 
 def decoder(model, cache, then=lambda logits: logits, generators=()):
     """Return step(idx, n_valid=None) -> then(logits). A step runs the model on one more token a
-    row, idx (B, 1), and the logits are (B, 1, V). `then` is part of the graph. Where no step can be
-    recorded, each is an ordinary call."""
+    row, idx (B, 1), and the logits are (B, 1, V). `then` is part of the graph. See stepper."""
     def function(idx, n_valid):
         return [then(model(idx, cache=cache, n_valid=n_valid)[0])]
     step = stepper(function, cache, generators)
@@ -113,9 +114,11 @@ def decoder(model, cache, then=lambda logits: logits, generators=()):
 
 def stepper(function, cache, generators=()):
     """Return step(idx, n_valid=None) -> function(idx, n_valid), a list of tensors. The function
-    decodes idx (B, 1) with this cache. n_valid (B,) has 1 or 0 tokens a row (None: 1 in each). On a
-    GPU the first step is a static call (decoding.py) without a graph, which compiles the kernels.
-    The second step records the static call, and this and all later steps replay it."""
+    decodes idx (B, 1) with this cache. n_valid (B,) says how many real tokens each row has left: at
+    1 or more the row decodes one, and at 0 or less it gets padding (None: each row decodes one). On
+    a GPU the first step is a static call (decoding.py) without a graph, which compiles the kernels.
+    The second step records the static call, and this and all later steps replay it. Where no step
+    can be recorded, each is an ordinary call."""
     graph, n_steps = None, 0
 
     def step(idx, n_valid=None):

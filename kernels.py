@@ -46,25 +46,24 @@ gradient is dh_t, and through h_{t+1}. d_t is its whole gradient.
 (12) is a scan from right to left.
 
 Each operator stands here twice. A function whose name ends in _naive follows the equations as they
-are written, and the tests compare with it. The reference implementation is fast PyTorch code.
-kernels_triton.py has each operator but merge once more, in Triton. A call passes through these
-functions, from left to right:
+are written, and the tests compare with it. The plain PyTorch implementation is fast code without
+Triton. kernels_triton.py has each operator but merge once more, in Triton. A call passes through
+these functions, from left to right:
 
     attend_by_position  run_attend            attend_forward    query_blocks  fused_block
     its backward pass   run_attend_gradients  attend_gradients  query_blocks  fused_block_backward
     scan                run_scan              scan_forward      linear_recurrence
     its backward pass   run_scan_gradients    scan_gradients    linear_recurrence
 
-The run_ functions call the reference implementation, in the third column, or a launcher of
+The run_ functions call the plain implementation, in the third column, or a launcher of
 kernels_triton.py in its place. The launcher is called on a GPU with triton (and where Triton's
 interpreter is on), unless the tensors are float64. A line on stderr tells which of the two runs.
-The reference implementation has two functions for a block of queries. On a CPU it calls
-fused_block, which calls torch's own attention in compiled C++. On other devices it calls
-attend_block, which is written out in PyTorch. The backward pass has fused_block_backward and
-attend_block_backward in the same way, but with a dlse it takes attend_block_backward on a CPU,
-too. merge has no Triton kernel. The reference implementation calls it for own pairs (see
-attend_by_position), which Triton computes without it. Where a model calls it and is compiled,
-torch.compile fuses it.
+The plain implementation has two functions for a block of queries. On a CPU it calls fused_block,
+which calls torch's own attention in compiled C++. On other devices it calls attend_block, which is
+written out in PyTorch. The backward pass has fused_block_backward and attend_block_backward in the
+same way, but with a dlse it takes attend_block_backward on a CPU, too. merge has no Triton kernel.
+The plain implementation calls it for own pairs (see attend_by_position), which Triton computes
+without it. Where a model calls it and is compiled, torch.compile fuses it.
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
@@ -111,13 +110,14 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     multiple of G: query head h reads key head h // (H / G). Keys and values must be finite even
     where they are visible to no query.
     q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between -2^29 and 2^29. None
-    stands for 0, 1, 2, ...
+    stands for 0, 1, 2, ... So with T < S the queries are the first T tokens, and not the last ones
+    as in model_gpt.attend.
     slopes (H,): ALiBi's. -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores. Slopes get no
     gradient.
     own (score, value): each query has one more key, which is visible to this query alone. It is
     given by its score (B, H, T), which must be finite and which takes the place of (1), and by
     its value (B, H, T, D). The result is that of merge(value, score, out, lse). In Triton it costs
-    no further pass over out, as merge does.
+    no further pass over out, but merge would cost one.
 
     Returns out (B, H, T, D) in q's dtype, or in the dtype of own's value, and lse (B, H, T) in
     float32 (float64 for float64). Both are differentiable in q, k, v and own, by first
@@ -135,10 +135,10 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
 def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None,
                                 window=None):
     """Return dq, dk and dv of these queries and keys, where the softmax may be over further keys:
-    out (B, H, T, D) in q's dtype, lse (B, H, T) and do, the gradient of out, are those of the
-    whole softmax, and dlse is 0. dq is then what these keys contribute, and the contributions of
-    disjoint sets of keys add up. The other arguments are attend_by_position's. The result is not
-    differentiable."""
+    out and its gradient do, (B, H, T, D) in q's dtype, and lse (B, H, T) are those of the whole
+    softmax. The loss must not depend on lse in any other way (dlse = 0). dq is then what these keys
+    contribute, and the contributions of disjoint sets of keys add up. The other arguments are
+    attend_by_position's. The result is not differentiable."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
     return run_attend_gradients(q, k, v, out, lse, do, None, *mask)
 
@@ -216,12 +216,12 @@ def attend_gradients(
     fused = q.device.type in FUSED and dlse is None
     block = fused_block_backward if fused else attend_block_backward
     for rows, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
-        q_i, out_i, lse_i, do_i = (x[:, :, rows] for x in (q, out, lse, do))
-        dlse_i = None if dlse is None else dlse[:, :, rows]
-        dq[:, :, rows], dk_j, dv_j = block(
-            q_i, k[:, :, keys], v[:, :, keys], out_i, lse_i, do_i, dlse_i, bias)
-        dk[:, :, keys] += dk_j
-        dv[:, :, keys] += dv_j
+        q_b, out_b, lse_b, do_b = (x[:, :, rows] for x in (q, out, lse, do))  # _b: of a block
+        dlse_b = None if dlse is None else dlse[:, :, rows]
+        dq[:, :, rows], dk_b, dv_b = block(
+            q_b, k[:, :, keys], v[:, :, keys], out_b, lse_b, do_b, dlse_b, bias)
+        dk[:, :, keys] += dk_b
+        dv[:, :, keys] += dv_b
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
@@ -343,7 +343,8 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
     """Return dg, dx (B, T, C) and dh0 (B, C)."""
     g_n, x_n, h_n, dh_n = (in_chunks(y, chunk) for y in (g, x, h, dh))
     # (12) is linear_recurrence from right to left, so dh and its gates g_{t+1} are flipped. The
-    # last token has no g_{t+1}. roll puts g_0 there, which is multiplied by a state of zero.
+    # last token of a chunk has no g_{t+1}. roll puts the chunk's first gate there, which is
+    # multiplied by a state of zero.
     g_next = g_n.roll(-1, 2)
     state = torch.zeros_like(dh_n[:, :, 0])
     d = linear_recurrence(g_next.flip(2), dh_n.flip(2), state).flip(2)
@@ -460,17 +461,17 @@ def runs_triton(device, dtype):
     return triton
 
 
-def operator(reference, launcher):
-    """Return a function that computes what `reference` does, by kernels_triton's `launcher` where
+def operator(plain, launcher):
+    """Return a function that computes what `plain` does, by kernels_triton's `launcher` where
     Triton runs, and the same function registered with torch as a custom_op."""
-    @functools.wraps(reference)
+    @functools.wraps(plain)
     def run(x, *more):
         if not runs_triton(x.device, x.dtype):
-            return reference(x, *more)
+            return plain(x, *more)
         import kernels_triton  # It is not imported before a GPU needs it.
         with torch.cuda.device_of(x):  # Triton launches on the current device.
             return getattr(kernels_triton, launcher)(x, *more)
-    return run, torch.library.custom_op(f"nanorecur::{reference.__name__}", run, mutates_args=())
+    return run, torch.library.custom_op(f"nanorecur::{plain.__name__}", run, mutates_args=())
 
 
 # ---- the operators as autograd and torch.compile see them ----

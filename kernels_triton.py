@@ -3,7 +3,7 @@ This file has the operators of kernels.py in Triton, for CUDA and ROCm. With TRI
 they run on CPU tensors, slowly, for tests.
 
 kernels.py imports this file at the first call for a GPU. This file does not import any other file
-of the project. The launch_ functions at its end compute what the reference implementations in
+of the project. The launch_ functions at its end compute what the plain implementations in
 kernels.py compute. The equations (1) to (14) stand in the docstring of kernels.py.
 
 The online softmax. The output of query i is out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij}. A program

@@ -15,11 +15,12 @@ Key j is visible iff j <= i and, with a sliding window of w keys, i - j < w. q_i
 after the QK-norm and after rotary positions (RoPE), as far as the model has them. bias_ij is 0, but
 with ALiBi it is -m_h (i - j), where m_h = 2^(-8 h / H) in head h = 1 .. H.
 
-The file can be read from top to bottom, because a block stands below its parts, and the model below
-its blocks. A call takes the opposite way: LanguageModel.forward, hidden, Block, Attention, attend.
-Context has what all layers of a call share. fast=false writes the softmax out, and fast=true calls
-torch's fused attention. The KV cache has a file of its own, decoding.py. Training can be understood
-without it, because a plain pass uses neither CachedContext nor the last part of LanguageModel.
+The file can be read from top to bottom: the parts of a block come first, then the block, then the
+model. Small helpers stand at the end. A call takes the opposite way: LanguageModel.forward, hidden,
+Block, Attention, attend. Context has what all layers of a call share. fast=false writes the softmax
+out, and fast=true calls torch's fused attention. The KV cache has a file of its own, decoding.py.
+Training can be understood without it, because a plain pass uses neither CachedContext nor the last
+part of LanguageModel.
 
 Letters, which mean the same in every file that does not say otherwise:
 
@@ -58,7 +59,8 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields that all models have. Each is an option of a config file."""
-    block_size: int = 256        # tokens of a training sequence; with RoPE the most keys of a call
+    block_size: int = 256        # tokens of a training sequence; with RoPE (but not in RAT) also
+                                 # the most keys of a call
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads
@@ -73,6 +75,7 @@ class BaseConfig:
     # A subclass has these values unless it makes fields of these names, as Config does below. Here
     # they are constants of the class and no fields, because they have no annotation.
     pos, window, scale_embeddings, n_mlp, mlp = "rope", 0, False, 0, "gelu"
+    qk_norm, tie_embeddings = False, True
 
     def __post_init__(self):
         """Derive the sizes that a 0 leaves open. They are attributes and no fields, so that
@@ -126,9 +129,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
-        # wide has the weight's dtype. Whichever dtype that is, torch sums in float32 or better.
-        wide = x.to(self.weight.dtype)
-        return F.rms_norm(wide, wide.shape[-1:], self.weight, self.eps).to(x.dtype)
+        # rms_norm wants x in the weight's dtype. It sums in float32 or better in any case.
+        like_weight = x.to(self.weight.dtype)
+        return F.rms_norm(like_weight, x.shape[-1:], self.weight, self.eps).to(x.dtype)
 
 
 # ---- positions, and what the layers of a call share ----
@@ -177,8 +180,9 @@ class Context:
                        masks in another way"""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=None):
-        """x (B, T, C) are the embeddings, and only T, the dtype and the device of x are read. pos
-        and k_pos are None in a plain pass, in which tokens and keys have the positions 0 .. T - 1.
+        """x (B, T, C) are the embeddings, of which only T, the dtype and the device are read. (In a
+        call with a cache x is an uninitialized (B, T).) pos and k_pos are None in a plain pass, in
+        which tokens and keys have the positions 0 .. T - 1.
         causal says that the keys are those of all earlier tokens, followed by those of the call's
         tokens, so that the order of the keys alone gives the mask. has_bias says whether there is a
         bias. By default (None) there is one only where the causal mask is not enough, because
@@ -376,7 +380,7 @@ class LanguageModel(nn.Module):
 
     def mixer_flops(self):
         """Return attention's FLOPs of a token. In each layer a visible key takes 12 H D: 2 H D in
-        q k, 2 H D in a v, and twice as many in the backward pass."""
+        q . k, 2 H D in p v, and twice as many in the backward pass."""
         cfg, width = self.cfg, self.cfg.n_head * self.cfg.head_size
         return 12.0 * cfg.n_layer * width * visible_keys(cfg.block_size, cfg.window)
 

@@ -69,9 +69,9 @@ Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K po
 run at once and all read the last memory before the chunk.
 
 There is no chain with memory=false, nor with source=0, where m_t is x0_t and does not depend on
-m_{t-1}. One pass is exact then, and asking for an approximation is an error. Training takes the
-path that train_path names, and evaluation takes exact. This table says which function of this file
-runs:
+m_{t-1}. One pass is exact then, and Config refuses the options of an approximation. Training takes
+the path that train_path names, and evaluation takes exact. This table says which function of this
+file runs:
 
     path                                  with a chain                  without one
     exact                                 decode_exact, a new cache     all_at_once
@@ -123,7 +123,7 @@ class Config(BaseConfig):
     memory: bool = True     # false: the backbone alone, all else equal (the baseline)
     # auto is interleaved where there is a chain, and exact where there is none
     train_path: str = choice("auto", "interleaved", "chunked", "exact")
-    subsets: int = 2        # N of train_path=interleaved
+    subsets: int = 2        # N of train_path=interleaved and of prefill=interleaved
     chunk: int = 64         # K of train_path=chunked
     prefill: str = choice("exact", "interleaved")  # the path of a prompt into an empty cache
     source: int = -1        # m is x after this layer, from 1 (-1: 0.6 of the depth; 0: m is x0)
@@ -138,13 +138,14 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        # The defaults of source, source_norm and swa are written into their fields, so that
+        # dataclasses.replace keeps them.
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
-        # At the start attention and MLP add nothing, so that m_t = (1 + 0.1 source) x0_t
-        # + 0.1 source m_{t-1}. If 0.1 source > 1, the memory grows from token to token and
-        # overflows within a thousand of them. The default looks at n_layer and not at source, so
-        # that it does not change with the source. These three defaults are written into their
-        # fields, and dataclasses.replace keeps them.
+        # At the start attention and MLP add nothing. Where m enters the residual stream, and is
+        # not normed, m_t = (1 + 0.1 source) x0_t + 0.1 source m_{t-1}. If 0.1 source > 1, the
+        # memory grows from token to token and overflows within a thousand of them. The default
+        # looks at n_layer and not at source, so that it does not change with the source.
         if self.source_norm is None:
             self.source_norm = 0.1 * self.n_layer > 1
         # nanochat's window is half of the context, without the token itself, which swa counts.
@@ -170,7 +171,7 @@ class Config(BaseConfig):
 
 def chain(model, tokens, K):
     """Run chunks of K positions, one after the other, and return x (B, T, C). K = 1 is the exact
-    chain. (Where fast=true and no gradients are needed, decode_exact computes it, too.)"""
+    chain. (Where fast=true and no gradients are needed, decode_exact computes it instead.)"""
     buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
     for start in range(0, tokens.x0.size(1), K):
         chunk = tokens.part(slice(start, start + K))
@@ -251,7 +252,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, the gate of VE_l
+        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve: gates VE_l, makes no values
         self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
         layerwise = cfg.into_kv and cfg.projections == "layerwise"
         # Without its own projections a layer uses context.kv_rec, which all layers share.
@@ -331,7 +332,8 @@ class Tokens(NamedTuple):
 
 
 class Context:
-    """The layers of a pass over n positions read this:
+    """The layers of a pass over n positions read this. (It is no subclass of model_gpt.Context, as
+    each pass of a call makes one.)
 
     x0, ve, rope, pos       the Tokens of the positions
     previous                their m_{t-1}, (B, n, C), or (B, 1, C) where all read the same one
@@ -366,7 +368,7 @@ class Context:
 # ---- the fast path ----
 
 def attend_fast(q, k, v, context, window):
-    """Return the same as the naive branch of Attention, without its mask of n x S."""
+    """Return the same as Attention.forward with fast=false, without its mask of n x S."""
     n, S = q.size(2), k.size(2)
     if context.at_end and n == 1:
         # The only query attends to the last `window` keys. Without a window this is [-0:], all.
@@ -377,7 +379,7 @@ def attend_fast(q, k, v, context, window):
     # does.
     q_pos = context.pos.squeeze(0).int()  # (B, n), or (n,) for all rows
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
-    return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=window or None)[0]  # (y, lse)
+    return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=window or None)[0]
 
 
 # ---- decoding ----
@@ -531,8 +533,8 @@ class Model(LanguageModel):
     def hidden(self, idx, path=None):
         """Return RMSNorm(x) after the last layer, (B, T, C), for idx (B, T). path is exact, chunked
         or interleaved. The default (None) is train_path in training and exact in evaluation.
-        (forward runs interleaved training itself, because that has two losses. No pass has
-        model_gpt's context argument, because each function above makes its own Contexts.)"""
+        (forward runs interleaved training itself, because that has two losses. There is no argument
+        context as in model_gpt, because each function above makes a Context for each pass.)"""
         cfg = self.cfg
         path = path or (cfg.train_path_used if self.training else "exact")
         if path == "interleaved":

@@ -83,7 +83,9 @@ from model_gpt import (BaseConfig, Block, Context, LanguageModel, attention_bias
 class Config(BaseConfig):
     n_layer: int = 8             # unrolled layers, first and last too
     n_loop: int = 3              # R: recursions
-    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")  # weights (Table 5)
+    # which stored block a layer uses (Table 5), for K = 2 and R = 3: cycle 0 1 0 1 0 1, sequence
+    # 0 0 0 1 1 1. middle_ has a first and a last layer of their own around them.
+    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
     router: str = choice("expert", "token", "none")  # none: all take all, the baseline
     kv: str = choice("recursion", "share")  # keys: each recursion's own, or F_1's for all
     router_arch: str = choice("linear", "mlp", "wide_mlp")
@@ -170,7 +172,8 @@ class Model(LanguageModel):
         init_weights(self, cfg.n_layer)
 
     def make_block(self, cfg, number):
-        """Return a shared, first or last block."""
+        """Return a shared, first or last block, for a fork to override. `number` counts each of the
+        three kinds from 0."""
         return Block(cfg)
 
     def states(self, idx, top_k, context=None):
@@ -231,7 +234,8 @@ class Model(LanguageModel):
 
     def choose_depth(self, h1, most):
         """Return the scores and p of h_1 (..., C), (..., R) each, and depths (...) from 1 to
-        `most`. A token that chose a greater depth stops at `most`, and has its p in (2.2)."""
+        `most`. A token that chose a greater depth stops at `most`, and (2.2) takes the p of depth
+        `most` for it."""
         scores = self.router(h1)
         p = self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)                     # i: (...)
@@ -268,7 +272,7 @@ class Model(LanguageModel):
     # ---- the loss ----
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """Return what every model returns. If there are targets and a router, aux also has, as
+        """Return what every model returns. If there are targets and a router, the dict also has, as
         depth1 .. depthR, the fractions of tokens that took so many recursions, and it has what the
         router's loss logs. In eval mode with router=expert it also has "ce_topk". In training the
         router's loss is added to ce."""
@@ -565,6 +569,8 @@ class GrowingCache(KVCache):
         self.most = most
 
     def check_room(self, T, n_new):
+        """Make room where KVCache would raise. (The cache of all tokens has raised before if `most`
+        is not enough.)"""
         if int((self.lengths + n_new).max()) > self.max_len:
             self.grow()
 
@@ -593,8 +599,9 @@ class Cache(KVCache):
         later[1] (F_3)              a          starts with room for k_3 = 1
 
     A token has keys only where it recurses, which is the paper's gain in memory: a cache of
-    configs/mor_tiny.yaml takes 6,136 bytes a token where keys in all recursions would take 8,192.
-    Decoding by static calls has no such gain, because GrowingCache has room for all tokens there.
+    configs/mor_tiny.yaml begins with 6,136 bytes a token where keys in all recursions would take
+    8,192. The gain of a recursion is lost when one row needs more than k_r slots, and in decoding
+    by static calls, because GrowingCache then has room for all tokens.
 
     In its caches the engine of serve.py has gaps instead. Each of its rows (a Slot there) holds
     another request, and in one step these requests are in different loops, so that entry p of a
@@ -609,8 +616,8 @@ class Cache(KVCache):
         self.later = [GrowingCache(max_len, cfg, batch_size, size, *device_and_dtype, K)
                       for size in sizes]
 
-    def nbytes(self):
-        return super().nbytes() + sum(cache.nbytes() for cache in self.later)
+    def buffers(self):
+        return super().buffers() + [x for cache in self.later for x in cache.buffers()]
 
     def reset(self, rows=None):
         super().reset(rows)
@@ -648,7 +655,8 @@ def convert(model, weights):
 
 
 def layers_for_shared(cfg):
-    """Return, for each stored block, the unrolled layers whose mean it starts from (Table 9)."""
+    """Return, for each stored block, the unrolled layers whose mean it starts from (Table 9).
+    Layers count from 0 to n_layer - 1 here, the first and the last one included."""
     K, n_each_end = cfg.n_stored, cfg.n_outside // 2
     inner = range(n_each_end, cfg.n_layer - n_each_end)
     if cfg.init == "average":  # all layers that the block stands for

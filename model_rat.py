@@ -49,7 +49,8 @@ only where it calls attend_tokens: in a call into an empty cache, with several t
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K, and g for the gate
 a. Three things are in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias
 b_g, G = 2, and that head h reads group h % G. This file differs from their code in these points:
-- k~ and v~ are float32 or better here, and bfloat16 there.
+- The recurrence runs in float32 or better here, and in bfloat16 there. Attention reads its states
+  in the dtype of q here, too.
 - b_g has no weight decay here, as norms have none. There it decays, which makes gates forget
   faster.
 - norm_eps is 1e-5 here, and 1e-6 there.
@@ -92,7 +93,6 @@ class Config(BaseConfig):
     n_mlp: int = 0  # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
-    qk_norm = False  # no option: model_gpt's Attention asks for it
 
     def __post_init__(self):
         super().__post_init__()
@@ -182,7 +182,7 @@ class Context:
 
     def __init__(self, cfg, x, pos=None):
         """x (B, T, C) are the embeddings. pos is None in a plain pass, whose tokens stand at
-        positions 0 .. T - 1."""
+        positions 0 .. T - 1. Where pos is given, only the dtype of x is read."""
         self.cfg = cfg
         self.pos = torch.arange(x.size(1), device=x.device)[None] if pos is None else pos
         self.chunk_of = self.pos // cfg.chunk
@@ -212,8 +212,9 @@ def rat_fast(q, k, v, a, context):
 def read_states(q, k_state, v_state, final_k, final_v, context):
     """Return (3), (B, H, T, D), from q and the own states k_state and v_state (B, H, T, D), which
     are not rotated, and from the final states of chunks 0 .. n - 1 (B, H, n, D), whose keys are
-    rotated. kernels.attend_by_position takes the own state as one more key of its query, whose
-    score it neither scales nor rotates."""
+    rotated. (A cache gives all of its slots. The positions hide those that hold no final state of
+    an earlier chunk.) kernels.attend_by_position takes the own state as one more key of its query.
+    It wants the finished score of this key, which is computed here."""
     # A query and its own state have the same angle, so their score needs no RoPE.
     own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
@@ -295,10 +296,11 @@ class Cache(KVCache):
         attention         0    1    2    3    4    5    6    7    8    9    .    .  |  bin
 
     A rat layer has a slot for each chunk. f0 and f1 are the final states of chunks 0 and 1. o9 is
-    the state of token 9, which is not final. If token 9 had come in one call with other tokens, its
-    state would stand in no slot, and slot 2 would be empty. An attention layer has a slot for each
-    token. The slots of a swa layer are a ring, in which token t has slot t % n_slots. Padding goes
-    to the last slot, the bin, which is never read.
+    the state of token 9, which is not final. If tokens 8 and 9 had come in one call, slot 2 would
+    be empty, because such a call stores final states only. An attention layer has a slot for each
+    token. The slots of a swa layer are a ring, in which token t has slot t % n_slots. The last
+    slot, the bin, takes all that a call does not keep: padding, states that are not final, and
+    tokens that have left the window. It is never read.
 
         k[layer], v[layer]    (B, H or G, n_slots[kind] + 1, D), keys after RoPE; H in rat layers
         state[layer]          k~ and v~ of the last token before RoPE, (B, 2, W); rnn: v~, (B, 1, W)
@@ -341,11 +343,14 @@ class CachedContext(Context):
     def __init__(self, cfg, cache, T, n_valid=None):
         self.cache, self.slots, self.padding = cache, cache.place(T, n_valid), None
         like = cache.lengths.new_empty(0, dtype=cache.dtype)
-        # Padding has the position of a slot, too, which nothing but RoPE and newest reads.
+        # Padding has the position of a slot, too. continued_states and fill leave padding out, and
+        # elsewhere its position affects only its own output, which means nothing.
         super().__init__(cfg, like, self.slots.pos)
         if self.slots.at is not None:  # rows may differ
             self.padding = self.slots.at == cache.max_len  # place gives this slot to padding
-        self.newest = {kind: newest_slot(kind, self) for kind in self.rope if T == 1}
+        # The kinds of layers that have slots are those that have RoPE.
+        kinds = self.rope if T == 1 else ()
+        self.newest = {kind: newest_slot(kind, self) for kind in kinds}
 
 
 def newest_slot(kind, context):
@@ -473,7 +478,7 @@ class Model(LanguageModel):
 
     def __init__(self, cfg):
         super().__init__(cfg, [Block(cfg, layer) for layer in range(cfg.n_layer)])
-        init_weights(self)
+        init_weights(self)  # The authors make no projection smaller, so that n_layer is not given.
 
     def init_cache(self, batch_size, max_len):
         return Cache(self.cfg, *self.cache_sizes(batch_size, max_len))

@@ -32,7 +32,8 @@ In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
 
 At the sizes of configs/relaxed_tiny.yaml, 4 layers of 200,704 weights each become 2 stored blocks
 of as many weights. Their 4 uses add deltas of 19,712 weights each at rank 8, so that 0.60 of the
-weights remain. The two commands are:
+weights in blocks remain, and 0.76 of all weights, because embedding and head stay. The two commands
+are:
 
     python train.py                                             the source, out/gpt_tiny
     python train.py model=relaxed init_from=out/gpt_tiny        converted, and trained further
@@ -56,9 +57,9 @@ Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sha
 Layer-wise LoRA" (2410.20672). github.com/raymin0223/mixture_of_recursions has a part of its code.
 This file differs from the paper and from that code as follows.
 - (4) The paper has no ratio g_l / g'. Here it is needed, because norms are tied too.
-- (4) init=stepwise. Stored block k starts from another layer than k, so that (4) gives deltas in
-  the first loop, too. The paper sets these to 0 (Appendix C). Here they follow (4), because
-  otherwise a conversion at full rank would not give the trained model back.
+- (4) init=stepwise. A stored block k > 0 may start from another layer than k, so that (4) gives
+  deltas in the first loop, too. The paper sets these to 0 (Appendix C). Here they follow (4),
+  because otherwise a conversion at full rank would not give the trained model back.
 - (3) The public code scales deltas by alpha / rank. Here deltas have no factor, because a factor
   would break (4).
 - QK-norm. The paper's models have none. Here each use has weights of its own if rank > 0.
@@ -141,9 +142,9 @@ def run_loops(blocks, h, context, last_loop):
 
 
 class Block(model_gpt.Block):
-    """A stored block. Its use u follows from the unrolled layer, unless u is given. In serve.py the
-    rows of a call may be in different loops. There u is (B, R), and each row has a 1 at its use and
-    0 elsewhere."""
+    """A stored block. Its use u follows from the unrolled layer, unless u is given. serve.py gives
+    u, and its `layer` is k. Where the rows of its call are in different loops, u is (B, R), and
+    each row has a 1 at its use and 0 elsewhere."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -161,7 +162,8 @@ class Attention(model_gpt.Attention):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        C, D, linear = cfg.n_embd, cfg.head_size, MergedLinear if cfg.fast else RelaxedLinear
+        C, D = cfg.n_embd, cfg.head_size
+        linear = MergedLinear if cfg.fast else RelaxedLinear
         self.wq = linear(C, cfg.n_head * D, cfg)
         self.wk = linear(C, cfg.kv_heads * D, cfg)
         self.wv = linear(C, cfg.kv_heads * D, cfg)
@@ -312,7 +314,8 @@ def source_layers(weights, n_layer):
 
 def layers_for_tied(cfg, k):
     """Return the unrolled layers whose sources are averaged into W' and norms of stored block k.
-    There are none with init=random, where W' stays random, as a baseline of (4)."""
+    There are none with init=random, where W' stays random, as a baseline of the other ways. With
+    lora_init=svd the deltas follow (4) there, too."""
     L, K = cfg.n_layer, cfg.n_stored
     return {"average": range(k, L, K),          # all uses of the block
             "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # evenly from first to last
@@ -396,10 +399,10 @@ class Model(LanguageModel):
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Return what every model returns. In training with early_exit the loss is sum_i c_i loss_i
-        over loops i = 1 .. R (Section 3.7). loss_R is CE_R. The other loss_i are CE_i,
-        KL(p_R || p_i) or the sum of both, as exit_loss says, and aux has their CE_i as "ce_loop1",
-        "ce_loop2", ... While loop_warmup runs fewer loops, the last of them has the loss and the
-        weight of loop R."""
+        over loops i = 1 .. R (Section 3.7). loss_R is CE_R. The other loss_i are CE_i, KL(p_R ||
+        p_i) or the sum of both, as exit_loss says, and the returned dict has their CE_i as
+        "ce_loop1", "ce_loop2", ... While loop_warmup runs fewer loops, the last of them has the
+        loss and the weight of loop R."""
         exits = self.training and self.cfg.early_exit != "none" and cache is None
         if not exits or targets is None or idx.numel() == 0:  # super refuses an empty idx
             return super().forward(idx, targets, cache, n_valid)

@@ -48,8 +48,8 @@ what runs:
     true       no     tiled      any   tiled: the same, with fewer reads of keys
     true       no     wavefront  any   rt_wavefront.run_layers: several layers at a time
     true       yes    any        1     Block.one_token
-    true       yes    wavefront  > 1   rt_wavefront.prefill, if the rows of the cache are all alike
-                                       (KVCache.ragged says whether they may differ)
+    true       yes    wavefront  > 1   rt_wavefront.prefill, if all rows of the cache hold equally
+                                       many tokens (KVCache.ragged says that they may differ)
     true       yes    all else   > 1   Block.one_token, token after token, which is slow
     false      any    any        any   Block.at_once
 
@@ -115,7 +115,12 @@ class Config(BaseConfig):
 # ---- the equations, position after position ----
 
 class Block(nn.Module):
-    """One layer. naive is the loop over positions. The methods below it are the equations."""
+    """One layer. naive is the loop over positions. The methods below it are the equations.
+
+    The default schedule, wavefront, does not run these methods in training. rt_wavefront.py has the
+    equations a second time, with a backward pass by hand, and rt_triton.py has parts of both a
+    third time, for GPUs. A fork that changes an equation has to change all three files, or to set
+    schedule=tiled (or naive)."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -143,7 +148,7 @@ class Block(nn.Module):
             bias = context.bias[:, :, now, :i + 1]  # ALiBi or 0, because no key is later
             a_i = attend(q[:, :, now], keys, values, bias, fast=False)    # (2)
             y_i = self.output(x_i, a_i)                                   # (3), (4)
-            rope_i = [table[:, :, now] for table in context.rope]  # () without RoPE
+            rope_i = [table[:, :, now] for table in context.rope]  # empty without RoPE
             k_i, v_i = self.persistent(y_i, rope_i)                       # (5)
             k, v = torch.cat([k, k_i], 2), torch.cat([v, v_i], 2)
             ys.append(y_i)
@@ -208,14 +213,12 @@ class Block(nn.Module):
 
 # wavefront is our own. While a layer computes a chunk c of K positions, the next layer computes the
 # chunk before it:
-#               time 1  2  3  4
-#            layer 2    c1 c2 c3
-#            layer 1 c1 c2 c3
+#               time 0  1  2  3
+#            layer 1    c0 c1 c2
+#            layer 0 c0 c1 c2
 # All queries of a chunk attend to the earlier chunks in one call. Only then do the positions of the
 # chunk follow one after the other, and each attends to the positions before it in its own chunk.
-# rt_wavefront.py has the equations a second time, with a backward pass by hand. A fork that changes
-# an equation has to change it in both files, or to train with schedule=tiled. Both passes of the
-# wavefront apply n1 in (5), so that they need kv_norm=true.
+# Both passes of the wavefront (rt_wavefront.py) apply n1 in (5), so that they need kv_norm=true.
 #
 # tiled is the paper's Algorithm 1. It relies on (1), which gives all queries of a layer before the
 # loop. After n positions, let t be the largest power of two that divides n. Then the queries
@@ -322,8 +325,8 @@ class CachedContext(Cached, Context):
     """The context of a call with a cache."""
 
     def __init__(self, cfg, cache, T, n_valid=None):
-        exact = cache.dtype == torch.promote_types(cache.dtype, torch.float32)  # float32 or better
-        super().__init__(cfg, cache, T, n_valid, has_bias=exact)
+        wide = cache.dtype == torch.promote_types(cache.dtype, torch.float32)  # float32 or better
+        super().__init__(cfg, cache, T, n_valid, has_bias=wide)
 
 
 # ---- the model ----

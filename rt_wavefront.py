@@ -14,8 +14,8 @@ chunks with l + c = s therefore run together, in step s:
 A step is a loop over the K positions of its chunks, so that T + (L - 1) K positions run one after
 the other and not L T (T is rounded up to whole chunks). At each position, one bmm is the product of
 all layers that are active in the step, A of them. Attention to earlier chunks is the exception. It
-runs once a step, before the loop (`outside`), and is called once for each layer, because layers
-have different numbers of earlier keys.
+is not repeated at each position, but runs before the loop (`outside`), with one call for each
+active layer, because layers have different numbers of earlier keys.
 
 A step has two parts, here with the numbers of model_rt.py's equations. The first part takes all
 positions of a chunk at once. It computes (1), and attention to the temporary pair and to the pairs
@@ -43,7 +43,11 @@ Letters, beside those of model_gpt.py (here S is the number of cached keys alone
     A  layers active in a step          M  width of the MLP
 
     l  a layer, c a chunk, s = l + c a step
-    i  a query's position, j a key's: in equations of the sequence, in the code of the chunk
+    i  the position of a query, j that of a key. The equations count them in the sequence, and the
+       code counts them in the chunk.
+
+rows (A, K B, C) have one row for each position and each sequence of the batch. Row i B + b is
+position i of sequence b.
 """
 import math
 from collections import namedtuple
@@ -126,6 +130,8 @@ class Wavefront:
         self.kv_rows = slice(self.H * self.D, None)  # the rows of qkv that are Wk and Wv
         self.dtype = compute_dtype(x)  # of products: autocast's where it is on
         self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums: float32 or better
+        # The pieces are small functions that each position calls. They are those of this file
+        # (PLAIN), or on a GPU the kernels of rt_triton.py with the same names.
         self.pieces = PLAIN
         if kernels.runs_triton(x.device, self.dtype):
             import rt_triton  # only GPUs need it
@@ -320,20 +326,21 @@ def write_pair(k_out, v_out, rows, weight, rope, eps):
 #                          v
 #                         dx, in d_states, for the layer below
 #
-# A step has three parts. `recompute` computes again, for all positions at once, (1), the weights
-# p_ij of attention, a, and u. `reverse_loop` goes from the chunk's last position j to its first.
-# When it comes to j, it has da_i and delta_i of all later positions i of the chunk. W.T is W
-# transposed.
+# A step has three parts. `recompute` computes again, for all positions of the chunk at once, (1),
+# the weights p_ij of attention, a, and u. `reverse_loop` goes from the chunk's last position j to
+# its first. When it comes to j, it has da_i and delta_i of all later positions i of the chunk. W.T
+# is W transposed.
 #
 #     ds_ij = p_ij (da_i . v_j - delta_i)                                         (B1)
 #     dk_j  = sum_{i > j} ds_ij q_i / sqrt(D)    dv_j = sum_{i > j} p_ij da_i     (B2)
 #     g_j   = dy_j + J_y.T (Wk.T J_k.T dk_j + Wv.T dv_j)                          (B3)
-#     du_j  = gelu'(u_j) W_down.T g_j                                             (B4)
+#     du_j  = gelu'(u_j) * W_down.T g_j                                           (B4)
 #     dz_j  = g_j + J_z.T W_up.T du_j                                             (B5)
 #     da_j  = Wo.T dz_j    delta_j = da_j . a_j                                   (B6)
 #
-# `input_gradient` computes the rest for all positions at once, and (B10) follows it. ^ marks the
-# temporary pair, and ds^_i is (B1) with the p and v of this pair.
+# `input_gradient` computes (B7) to (B9) for all positions of the chunk at once, and backward_step
+# then computes (B10). ^ marks the temporary pair, and ds^_i is (B1) with the p and v of this pair.
+# * multiplies channel by channel.
 #
 #     dq_i  = (sum_{j < i} ds_ij k_j + ds^_i k^_i) / sqrt(D)                      (B7)
 #     dk^_i = ds^_i q_i / sqrt(D)    dv^_i = p^_i da_i                            (B8)
@@ -344,9 +351,10 @@ def write_pair(k_out, v_out, rows, weight, rope, eps):
 # far as the model has them. A norm without a weight is n = x r, where r is
 # 1 / sqrt(mean(x^2) + eps). Its Jacobian gives
 #
-#     J.T dn = r (dn - n mean(dn n))                                              (B11)
+#     J.T dn = r (dn - n mean(dn * n))                                            (B11)
 #
-# nq and nk have a weight w. If d is the gradient of w n, then dn = w d and dw = sum_i d_i n_i.
+# nq and nk have a weight w. If d is the gradient of w * n, then dn = w * d and
+# dw = sum_i d_i * n_i.
 
 @torch.no_grad()  # see forward_pass
 def backward_pass(wave, states, dy, *weights):
@@ -379,13 +387,13 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     x, y, dy = (wave.diagonal(rows, step, 1).flatten(1, 2)  # (A, K B, C)
                 for rows in (states[:-1], states[1:], d_states[1:]))
     chunk = recompute(wave, x, y, pairs, d_pairs, w, step)
-    g, du, dz, dkv = reverse_loop(wave, chunk, dy, w)
+    g_low, du, dz, dkv = reverse_loop(wave, chunk, dy, w)
     dx, dqkv = input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step)
     wave.diagonal(d_states[:-1], step, 1).copy_(dx.unflatten(1, (wave.K, wave.B)))
     for grad, d_out, x_in in (  # (B10)
             (grads.qkv, dqkv, chunk.x_parts.n), (grads.qkv[:, wave.kv_rows], dkv, chunk.y_parts.n),
             (grads.wo, dz, chunk.a), (grads.up, du, chunk.z_parts.n),
-            (grads.down, g, F.gelu(chunk.u))):
+            (grads.down, g_low, F.gelu(chunk.u))):
         grad += torch.bmm(d_out.mT.to(wave.dtype), x_in.to(wave.dtype))
 
 
@@ -409,9 +417,9 @@ def recompute(wave, x, y, pairs, d_pairs, w, step):
 
 
 def reverse_loop(wave, chunk, dy, w):
-    """Run (B1) to (B6) from the last position to the first. Return g, du, dz and dkv, rows
-    (A, K B, .), and leave da and delta in chunk.attention. g_low and dz_low are g and dz in the
-    dtype of products."""
+    """Run (B1) to (B6) from the last position to the first. Return g_low, du, dz and dkv, rows
+    (A, K B, .), and leave da and delta in chunk.attention. _low marks what is in the dtype of
+    products."""
     pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv_rows]
     ropes, y_parts, z_parts, k_parts, rows = (each_position(tensors, wave.K) for tensors in (
         chunk.rope, chunk.y_parts, chunk.z_parts, chunk.k_parts, (dy, chunk.u)))
@@ -438,9 +446,10 @@ def input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step):
     dq = dq + attention.query_grad()  # (B7)
     d_temp = (d.unflatten(2, (wave.G, -1)).sum(3) for d in d_temp)  # Q queries share a pair
     dq, dk_temp, dv_temp = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))  # (A, K, B, heads, D)
-    dk = attention.dk.view(wave.K, -1, wave.B, wave.G, wave.D).transpose(0, 1)
-    dq, dk, dk_temp = (rotated_back(d, rope) for d in (dq, dk, dk_temp))
-    if chunk.q_parts:
+    dq, dk_temp = (rotated_back(d, rope) for d in (dq, dk_temp))
+    if chunk.q_parts:  # the gradient of nk needs dk of the persistent pairs, too
+        dk = attention.dk.view(wave.K, -1, wave.B, wave.G, wave.D).transpose(0, 1)
+        dk = rotated_back(dk, rope)
         for grad, d, (n, _) in ((grads.nq, dq, chunk.q_parts), (grads.nk, dk, chunk.k_parts),
                                 (grads.nk, dk_temp, chunk.k_temp_parts)):
             grad += (d * n).sum(1, keepdim=True)

@@ -40,7 +40,7 @@ class Sampling(Decoding):
     max_new_tokens: int = 500       # tokens to write after a prompt
     temperature: float = 0.8        # 0: the likeliest token; 1: the model's distribution
     top_k: int = 0                  # sample among the k likeliest tokens (0: all)
-    top_p: float = 1.0              # sample among the fewest tokens that have this probability
+    top_p: float = 1.0              # sample among the fewest tokens whose probabilities sum to this
     stop: bool = True               # end at the end-of-text token
     seed: int = 1337                # of the random numbers of sampling
 
@@ -53,14 +53,14 @@ class Sampling(Decoding):
 class SampleConfig(Sampling):
     prompt: str = ""        # a text, FILE:PATH or LINES:PATH (default: the run's sample_prompt)
     num_samples: int = 1    # samples of each prompt, all in one batch
-    prefill: str = choice("", "exact", "interleaved")   # of lrt (default: the run's own)
+    prefill: str = choice("", "exact", "interleaved")   # lrt: see its file (default: the run's)
 
     def __post_init__(self):
         super().__post_init__()
         self.between(num_samples=(1, 1 << 16))
 
 
-# ---- checks, here and in serve.py ----
+# ---- checks: serve.py and lab/eval.py use them, too ----
 
 NOT_FINITE = "the model's logits are not finite: its weights, or its sizes, are broken"
 
@@ -150,7 +150,8 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
         if not any(live) or n == max_new_tokens - 1:
             return
         for row, i in zip(rows, new):
-            row.extend([i] * (i is not None))
+            if i is not None:
+                row.append(i)
         if any(on and h >= cache.max_len for on, h in zip(live, held)):
             # A full row keeps its last `kept` tokens. Any other row keeps all its tokens, and its
             # new token if it goes on. `on` is True or False and counts as 1 or 0.
@@ -207,7 +208,8 @@ def write_batch(steps, tokenizer, prompts):
     rows = [[] for _ in prompts]
     for new in steps:
         for row, token in zip(rows, new):
-            row.extend([token] * (token is not None))
+            if token is not None:
+                row.append(token)
     for ids, row in zip(prompts, rows):
         print(tokenizer.decode(ids + row), "-" * 80, sep="\n", flush=True)
     return sum(map(len, rows))

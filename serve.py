@@ -22,9 +22,10 @@ requests A and B, and C comes next. A column is a step, and A2 is loop 2 of a to
                 B1 B1 B2 C1 C2
 
 Batching over depth is possible because all loops use the same stored blocks. In relaxed each row
-adds the deltas of its own loop. In mor this holds only for share=cycle and middle_cycle. Bae et al.
-(2024, 2410.20672, Section 2.4) call this continuous depth-wise batching, and they simulate it with
-exits that an oracle chooses. Up to rounding, each answer is what its request would get alone.
+adds the deltas of its own loop. In mor all loops use the same blocks only with share=cycle and
+share=middle_cycle, and other models are refused. Bae et al. (2024, 2410.20672, Section 2.4) call
+this continuous depth-wise batching, and they simulate it with exits that an oracle chooses. Up to
+rounding, each answer is what its request would get alone.
 
 Words.
 
@@ -35,8 +36,8 @@ Words.
 
 Exits. A slot first feeds its prompt to the model (prefill), then one token of the answer at a time.
 In mor a router decides how many recursions a token takes, and in each recursion a token attends to
-the earlier tokens that took the same one. In relaxed a rule (exit=) chooses after which loop a
-token of the answer exits. The tokens of a prompt take all loops. But later tokens that go deeper
+the earlier tokens that took the same one. In relaxed the tokens of a prompt take all loops, and a
+rule (exit=) chooses after which loop a token of the answer exits. But later tokens that go deeper
 need the keys and values of an exited token there. So an exited token stays unfinished. When a later
 token of its slot takes a deeper loop, the exited token takes it at the same time. If fill=exact, it
 does so as if it had not exited. If fill=propagate, its state is frozen, and the loop only makes
@@ -452,7 +453,7 @@ class MoRAdapter:
     def go_on(self, tokens):
         """Return the tokens that take another recursion. Without a router these are all tokens. By
         token choice they are those that have not reached their depth, and by expert choice those
-        with a score s >= 0."""
+        whose deciding score (`decides` in model_mor.py) is >= 0."""
         model, cfg = self.model, self.cfg
         if cfg.router == "none" or not tokens:
             return tokens
@@ -473,8 +474,8 @@ class MoRAdapter:
 
 
 def adapter_of(model):
-    """Return the adapter of a model. Raise a UserError for a model without loops and for one whose
-    loops do not share their blocks."""
+    """Return the adapter of a model. Raise a UserError for any model but relaxed and mor. A fork of
+    these needs an adapter of its own here, because adapters call the blocks in their own way."""
     name, adapters = type(model).__module__, {"model_relaxed": RelaxedAdapter,
                                               "model_mor": MoRAdapter}
     if name not in adapters:
@@ -485,7 +486,7 @@ def adapter_of(model):
 # ---- requests in, answers out ----
 
 @dataclass
-class EngineKeys(Decoding):
+class EngineOptions(Decoding):
     """The options that serve.py and lab.page share."""
     batching: str = choice("depth", "sequence")
     slots: int = 16                 # requests decoded at a time
@@ -494,7 +495,7 @@ class EngineKeys(Decoding):
 
 
 @dataclass
-class ServeConfig(Sampling, EngineKeys):
+class ServeConfig(Sampling, EngineOptions):
     requests: str = ""              # the file of requests, one JSON object a line
     prompt: str = ""                # or one text to continue, in colours
 

@@ -1,6 +1,7 @@
 """
 The data of a run. This file finds the folder of a data set, reads its token files, and cuts batches
-from them. A batch depends only on (seed, step).
+from them. With the same data and options, a batch depends only on (seed, step). lab/eval.py also
+finds here which validation text stands in the training text.
 """
 import math
 from pathlib import Path
@@ -44,19 +45,19 @@ def open_data(cfg):
     """Return {"train": TokenData, "val": TokenData} of a prepared data set. UserError if there is
     none, or if the folder was made from another data set, because two names may give one folder."""
     folder = data_folder(cfg)
-    again = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
-                       f"data_dir={cfg.data_dir}")
+    command = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
+                         f"data_dir={cfg.data_dir}")
     if not folder.exists():
         if is_task(cfg.dataset):
             raise UserError(f"dataset={cfg.dataset} is a task: a text is needed here")
         check_dataset(cfg.dataset)
-        raise UserError(f"{folder} does not exist: make it with {again}")
+        raise UserError(f"{folder} does not exist: make it with {command}")
     data = load_data(folder)
     meta = data["train"].meta
     made = meta.get("dataset"), meta.get("tokenizer_name")
     if folder.name != cfg.dataset and made != (cfg.dataset, cfg.tokenizer):
         raise UserError(f"{folder} was made with dataset={made[0]} tokenizer={made[1]}: make "
-                        f"another with {again} name=NAME, and train with dataset=NAME")
+                        f"another with {command} name=NAME, and train with dataset=NAME")
     return data
 
 
@@ -134,14 +135,16 @@ def grams(ids) -> np.ndarray:
 def repeated(val, train) -> np.ndarray:
     """Return for each token of val (T,) whether it stands in a stretch of GRAM tokens that occurs
     in train. The tokens of train may be a mapped file, because they are read in chunks."""
-    at = grams(val)
-    known = np.unique(at)
-    found = np.zeros(len(known) + 1, dtype=bool)
+    val_hashes = grams(val)
+    known = np.unique(val_hashes)
+    found = np.zeros(len(known), dtype=bool)
     for start in range(0, len(train) if len(known) else 0, CHUNK):
         hashes = grams(train[start:start + CHUNK + GRAM - 1])
         places = np.searchsorted(known, hashes).clip(max=len(known) - 1)
         found[places[known[places] == hashes]] = True
-    starts = np.flatnonzero(found[np.searchsorted(known, at)])
+    starts = np.flatnonzero(found[np.searchsorted(known, val_hashes)])
+    # A stretch counts from its start until its end, so that the running sum of these changes is the
+    # number of stretches that a token stands in.
     change = np.zeros(len(val) + 1, dtype=np.int64)
     change[starts] += 1
     change[starts + GRAM] -= 1
@@ -185,9 +188,9 @@ class Windows:
         return data.tokens - self.length + 1
 
     def val_batches(self, limit):
-        """Return the starts of windows that follow each other in the validation text, in
-        micro-batches (see spread). Each token is predicted once, and a few tokens at the end may be
-        left out."""
+        """Return the starts of windows of the validation text, in micro-batches. Without a limit
+        the windows follow each other and predict each token but the first once, and a few tokens at
+        the end may be left out. With a limit there are fewer windows (see spread)."""
         return spread(self.starts, self.rows, limit)
 
     def cut(self, data, starts):

@@ -5,7 +5,7 @@ ratios of README.md and lab/RESULTS.md come from here.
     python -m lab.bench gpt             one of gpt, rt, lrt, relaxed, mor: training and decoding
     python -m lab.bench rat             a layer of RAT beside attention and an RNN, by length
     python -m lab.bench throughput      RAT beside attention: tokens/s by the number of sequences
-    python -m lab.bench kernels         attend beside torch's attention
+    python -m lab.bench kernels         attend_by_position beside torch's attention
     python -m lab.bench runs out/gpt_tiny out/mor_tiny  trained runs: training and decoding
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
@@ -22,7 +22,8 @@ Each line names the measurement, its mode, and a case. Then come these numbers:
     x           the time of a step as a multiple of the baseline's; less than 1 is faster
     tokens/s    the tokens of all rows in a second
     MFU, MBU    on a known GPU: the fraction of its peak that the model's FLOPs reach, and the
-                fraction of its memory's bandwidth that reading weights and cache once takes
+                fraction of its memory's bandwidth that a step takes to read weights and cache (a
+                weight that is shared by loops counts in each of them)
     launches    how many kernels an eager step launches, approximately (see Counting)
 
 Options of lab.bench itself:
@@ -332,6 +333,7 @@ def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
     if idx is None:
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
     idx = idx[:rows]
+    # With new=1 bench_decoding times `prepare`, and so LRT keeps the prefill of its config.
     if new > 1 and getattr(model.cfg, "prefill", "") == "exact" and model.cfg.recurrent:
         model.cfg = replace(model.cfg, prefill="interleaved")
     cache = model.init_cache(rows, T)
@@ -420,7 +422,7 @@ def decoding_modes(device):
 
 
 def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=None, idx=None):
-    """Measure decoding and prefill of the models make(case), and print the size of a row's cache.
+    """Measure decoding and prefill of the models make(case), and print the size of an empty cache.
     Decoding takes the last NEW of T tokens, and prefill takes T - 1 tokens of `prompts` rows. The
     tokens are those of idx, or random ones. rounds is two numbers, of decoding and of prefill. The
     first mode decodes all batches, and the other modes decode the first batch. Return {name: {case:
@@ -499,8 +501,8 @@ def bench_throughput(model_cfg, cfg, device, own=BenchConfig(), new=64):
 # ---- kernels ----
 
 def bench_kernels(device, own=BenchConfig(), sizes=None):
-    """Time attend beside torch's attention (SDPA), forward and backward. sizes is a list of (B, H,
-    T, D)."""
+    """Time attend_by_position of kernels.py, in rows called attend, beside torch's attention
+    (SDPA), forward and backward. sizes is a list of (B, H, T, D)."""
     gpu = device.type == "cuda"
     functions = {"SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
                  "attend": lambda q, k, v: kernels.attend_by_position(q, k, v)[0]}
@@ -561,20 +563,23 @@ def bench_requests(name, model, text, device, own=BenchConfig()):
         list(cases[case]().run(answered[case]))
     tokens = sum(request.max_new_tokens for request in workload(text))
     calls = {case: Call(partial(answer, case), steps=tokens, tokens=1) for case in cases}
-    times, _ = take_turns(calls, device, 3)
+    times, _ = take_turns(calls, device, 3)     # a median leaves out the first, which compiles
     for case, call in calls.items():
         first = next(iter(calls))
         tell(f"{REQUESTS} requests, {SLOTS[name]} slots", case, call, times[case], None,
              (first, times[first]), device)
     for case in [case for case in cases if case.endswith("depth")]:
         loops = [loop for request in answered[case] for loop in request.exits]
-        if name == "relaxed":   # prompts take all loops, but their last tokens may exit
+        # A prompt's tokens take all loops of relaxed. The last of them is the first entry of exits.
+        # In mor the router decides for them, too, and exits does not say how, so that only the last
+        # one counts.
+        if name == "relaxed":
             loops += [model.loops_to_run for r in answered[case] for _ in r.prompt[1:]]
         outside = getattr(model.cfg, "n_outside", 0) / model.cfg.n_layer
         layers = outside + (1 - outside) * mean(loops) / model.cfg.n_loop
         speed = median(a / b for a, b in zip(times[next(iter(cases))], times[case]))
         print(f"  {case}: tokens by loops {loop_fractions(loops, model.cfg.n_loop)}: {layers:.3f} "
-              f"of the layers; {layers * speed:.0%} of that speed")
+              f"of the layers; {layers * speed:.0%} of the bound's speed")
 
 
 def workload(text):
@@ -608,7 +613,8 @@ def serving_cases(name, model, text, device):
 def early_exit(model, text, device, fraction=0.65):
     """Return the rule by which this fraction of a text's tokens exits after the first loop. They
     are the tokens whose prediction is surest there. Print the loss with these exits and without
-    them. All tokens have the keys of all loops (fill=exact)."""
+    them. All tokens have the keys of all loops (fill=exact). With more than two loops the rule lets
+    further tokens exit after a later loop, and this loss does not show it."""
     first = copy.copy(model)
     first.cfg = replace(model.cfg, exit_loop=1)
     n = min(len(text) - 1, 32 * LONGEST) // LONGEST * LONGEST

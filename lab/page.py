@@ -207,7 +207,7 @@ async def guarded(scope, receive, send):
 
 
 @dataclass
-class PageConfig(serve.EngineKeys):
+class PageConfig(serve.EngineOptions):
     port: int = 8000                # 0: a free one
     host: str = "127.0.0.1"         # the address to listen on; 0.0.0.0: all of the machine's
 

@@ -252,7 +252,7 @@ def test_trained_runs(tmp_path, data_dir, capsys):
     bench.main(["mor", f"init_from={folders[1]}", "device=cpu"])
     bench.main(["relaxed", f"init_from={folders[0]}", "device=cpu"])
     out = capsys.readouterr().out
-    assert out.count("6 requests") == 3 + 7 and out.count("% of that speed") == 1 + 3
+    assert out.count("6 requests") == 3 + 7 and out.count("% of the bound's speed") == 1 + 3
 
 
 def test_early_exit(capsys, monkeypatch):
