@@ -33,6 +33,15 @@ def dense_heads(q, k, v, *positions, **more):
     return out[0].transpose(0, 1)
 
 
+def test_a_fork_of_base_config_alone_runs():
+    """BaseConfig's constants are the defaults of model_gpt's options."""
+    base, ours = (model_gpt.Model(config(n_layer=1, mlp="gelu") if config is model_gpt.Config else config(n_layer=1))
+                  for config in (model_gpt.BaseConfig, model_gpt.Config))
+    base.load_state_dict(ours.state_dict())
+    idx = torch.arange(9)[None]
+    assert torch.equal(base(idx)[0], ours(idx)[0]) and not hasattr(base.blocks[0].mlp, "w_gate")
+
+
 def test_fast_builds_no_mask(monkeypatch):
     """There is no mask in a forward, in a prefill, and in a decoding step of rows of equal length. (Only the fused
     kernels need none.)"""
