@@ -20,6 +20,7 @@ The project records the decode step of every model, the two passes of RT's wavef
 compile=graph, train.py's forward and backward pass.
 """
 import collections
+import functools
 import gc
 import importlib.util
 import weakref
@@ -35,8 +36,13 @@ def recordable(x):
     """Return whether a call on x can be recorded. x is a tensor in the call's dtype. Float64 and a
     machine without triton are left out, because kernels.py's plain code reads on the host. So is a
     call inside of a recording."""
-    return (x.is_cuda and x.dtype != torch.float64 and bool(importlib.util.find_spec("triton"))
+    return (x.is_cuda and x.dtype != torch.float64 and has_triton()
             and not torch.cuda.is_current_stream_capturing())
+
+
+@functools.cache  # each decoded token asks, and looking for a package takes some 50 microseconds
+def has_triton():
+    return importlib.util.find_spec("triton") is not None
 
 
 def record(function, generators=()):
@@ -91,8 +97,9 @@ def replay(key, function, *inputs):
     and replays it, and later calls replay it. The key says all that decides which kernels run: the
     function, shapes, dtypes, settings."""
     if key not in SEEN:
-        SEEN.add(key)
-        return function(*inputs)
+        outputs = function(*inputs)
+        SEEN.add(key)   # only now, because a call that failed may not have compiled all kernels
+        return outputs
     if key not in GRAPHS:
         if len(GRAPHS) == MOST:
             del GRAPHS[next(iter(GRAPHS))]  # the one that has not been used for the longest time

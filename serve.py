@@ -59,6 +59,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.checkpoint import load_run
 from common.device import pick_device
@@ -209,6 +210,9 @@ class Engine:
     def embed(self, ids):
         return self.model.wte(torch.tensor(ids, dtype=torch.long, device=self.device))
 
+    # This leaves out cuDNN's attention, because cuDNN plans anew for each shape, which takes longer
+    # than a step, and here every second call has another shape.
+    @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     @torch.inference_mode()
     def step(self):
         """Run one loop of all slots or, in sequence batching, of the deepest slots. Return the

@@ -193,6 +193,14 @@ def test_a_slot_forgets():
         assert [n for n, lane in enumerate(lanes) if not lane.any()] == [2, 5, 8][:len(lanes) // 3]
 
 
+def test_cudnn_does_not_plan_for_each_shape():
+    engine, seen = serve.Engine(looping(vocab_size=257), 2), []
+    layers = engine.run_layers
+    engine.run_layers = lambda *args, **more: seen.append(torch.backends.cuda.cudnn_sdp_enabled()) or layers(*args, **more)
+    list(engine.run([serve.Request([1, 2], 3)]))
+    assert seen and not any(seen) and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 BAD = {
     b"{": "not a JSON object", b'{"prompt": "a", "id": NaN}': "not a JSON object", b"[" * 100_000: "not a JSON object", b"[1]": "not a JSON object",
     b"{}": "the prompt is empty", b'{"prompt": "\\ud800"}': "is not valid Unicode text",

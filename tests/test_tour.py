@@ -9,10 +9,9 @@ import re
 import socket
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
 
+nbclient, nbformat = map(pytest.importorskip, ("nbclient", "nbformat"))
 ROOT = Path(__file__).resolve().parent.parent
 TOUR = ROOT / "tour.ipynb"
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
