@@ -16,8 +16,8 @@ dataset    python            *.py of the interpreter's standard library, without
            hf:NAME[:config]  a data set of the Hugging Face hub (streamed)
            hf:PATH           a table (.jsonl, .csv, .parquet), or the tables below a folder
 tokenizer  byte              256 byte values; vocabulary 257
-           char              the distinct characters of the text
-           bpe:SIZE          byte-pair encoding, trained on the train split; SIZE tokens in all
+           char              the distinct characters of the text (of the hub: of its first 200 MB)
+           bpe:SIZE          byte-pair encoding, trained on 200 MB of train; SIZE tokens in all
            gpt2              GPT-2's (downloaded once, or read from TIKTOKEN_CACHE_DIR)
            hf:PATH_OR_NAME   a Hugging Face model's BPE: a folder with tokenizer.json, or a hub name
 
@@ -47,7 +47,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import sysconfig
@@ -58,14 +57,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
-from itertools import islice
+from itertools import islice, product
 from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
 from common.data import check_dataset, folder_name, load_data, repeated
-from common.options import (UserError, check_name, first_line, lock, need, note, run_cli,
+from common.options import (UserError, check_name, first_line, lock, need, note, put_back, run_cli,
                             sha256_of, split_args, typed_config, unlock)
 from common.tokenizer import (HUB_NAME, SURROGATE, ByteTokenizer, CharTokenizer, check_back,
                               gpt2_tokenizer, slices, train_bpe)
@@ -93,7 +92,7 @@ class PrepareConfig:
 TEXT = (".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js",
         ".ts", ".java", ".go", ".rs", ".sh")
 # Tests are a third of the standard library, and Debian's python3 lacks them.
-NO_TEXT = "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"
+SKIPPED_FOLDERS = "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"
 TABLE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.(gz|bz2|xz|zst))?$", re.I)
 # Each split is known by these words in a table's path, as in the library `datasets`.
 SPLITS = {"train": "train|training", "validation": "validation|valid|dev|val",
@@ -106,7 +105,7 @@ def source_files(dataset, split):
     kind, _, path = dataset.partition(":")
     path = os.path.expanduser(path)
     if dataset == "python":
-        return text_files(sysconfig.get_path("stdlib"), (".py",), NO_TEXT)[0], []
+        return text_files(sysconfig.get_path("stdlib"), (".py",), SKIPPED_FOLDERS)[0], []
     if kind == "file":
         return text_files(path)
     return table_files(path, split) if kind == "hf" and os.path.exists(path) else ([], [])
@@ -295,8 +294,9 @@ class Corpus:
         to val."""
         self.texts, self.fraction = texts, fraction
         self.edge = int(fraction * 2**64).to_bytes(8, "big")
-        self.count, splits = 0, set()
-        for self.count, text in enumerate(self, 1):
+        self.seen, splits = 0, set()    # seen counts documents until both splits have one
+        for text in self:
+            self.seen += 1
             splits.add(self.split(text))
             if len(splits) == 2:
                 break
@@ -309,7 +309,7 @@ class Corpus:
         for text in self.texts():
             if not isinstance(text, str) or SURROGATE.search(text):
                 self.skipped += 1
-                if self.skipped == 1000 and not self.count:     # a stream may have no end
+                if self.skipped == 1000 and not self.seen:     # a stream may have no end
                     raise UserError("1,000 documents, and none is text: is text_column= right?")
             elif text := text.removeprefix("\ufeff"):           # a byte order mark
                 yield text
@@ -331,7 +331,7 @@ class Corpus:
         for split, text in self.parts():
             *others, last = slices(text)
             for n, part in enumerate([*others, last]):
-                yield split, part, n == 0, self.count > 1 and n == len(others)
+                yield split, part, n == 0, self.seen > 1 and n == len(others)
 
     def sample(self, splits, limit):
         """Yield the text of the splits in slices, about `limit` bytes in all."""
@@ -362,7 +362,7 @@ class Packages(Corpus):
 
 # ---- writing ----
 
-def build_tokenizer(cfg, corpus):
+def build_tokenizer(cfg, corpus, files):
     kind, _, rest = cfg.tokenizer.partition(":")
     if kind == "byte":
         return ByteTokenizer()
@@ -373,7 +373,7 @@ def build_tokenizer(cfg, corpus):
         return hf_tokenizer(rest)
     if kind == "bpe":
         return train_bpe(int(rest), corpus.sample(["train"], SAMPLE_BYTES))
-    limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") else math.inf
+    limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") and not files else math.inf
     return CharTokenizer(set().union(*corpus.sample(["train", "val"], limit)))
 
 
@@ -421,11 +421,9 @@ def write_dataset(folder, cfg) -> dict:
     source = fingerprint(files)
     corpus = (Packages(cfg.dataset) if cfg.dataset in HELD_OUT else
               Corpus(lambda: documents(cfg, files), cfg.val_fraction))
-    tokenizer = build_tokenizer(cfg, corpus)
+    tokenizer = build_tokenizer(cfg, corpus, files)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    most = cfg.max_tokens or 1 << 62
-    of_val = max(2, round(most * cfg.val_fraction))
-    room = {"train": most - of_val, "val": of_val}
+    room = room_of(cfg)
     paths = {split: folder / f"{split}.bin" for split in room}
     with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
         n_bytes = encode(corpus, tokenizer, dtype, {"train": train, "val": val}, room)
@@ -435,13 +433,20 @@ def write_dataset(folder, cfg) -> dict:
     splits = {split: {"tokens": path.stat().st_size // dtype.itemsize, "bytes": n_bytes[split],
                       "sha256": sha256_of(path)} for split, path in paths.items()}
     if min(of["tokens"] for of in splits.values()) < 2:
-        raise UserError(f"{cfg.dataset} is empty or too short: {corpus.count} documents of UTF-8 "
+        raise UserError(f"{cfg.dataset} is empty or too short: {corpus.seen} documents of UTF-8 "
                         f"text, {corpus.skipped} others; a split would hold fewer than 2 tokens")
     meta = {**settings(cfg), "vocab_size": tokenizer.vocab_size,
             "dtype": dtype.name, "eot": tokenizer.eot, "splits": splits, "skipped": corpus.skipped,
             **more, "source": source, "tokenizer": tokenizer.to_dict()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
+
+
+def room_of(cfg) -> dict:
+    """Return how many tokens a split may have at most."""
+    most = cfg.max_tokens or 1 << 62
+    of_val = max(2, round(most * cfg.val_fraction))
+    return {"train": most - of_val, "val": of_val}
 
 
 def settings(cfg) -> dict:
@@ -466,8 +471,8 @@ def fingerprint(files) -> dict:
 
 
 def tell_changes(folder, meta):
-    """Print a note if the local files that a data set was made from have changed. Files that are
-    gone cause no note."""
+    """Print a note if the local files that a data set was made from have changed. There is no note
+    if none of them is there any more."""
     source, dataset = meta.get("source"), str(meta.get("dataset"))
     with contextlib.suppress(UserError, OSError):
         now = fingerprint(source_files(dataset, meta.get("split"))[0])
@@ -484,7 +489,7 @@ def prepare(cfg) -> Path:
     is left as it is. UserError for bad input, no network or no space."""
     check_settings(cfg)
     name = check_name(cfg.name or folder_name(cfg))
-    folder = Path(cfg.data_dir).expanduser() / name
+    folder = Path(cfg.data_dir) / name
     try:
         clear_killed(folder)
         if already_there(folder, cfg):
@@ -508,8 +513,9 @@ def check_settings(cfg):
                         "bpe:SIZE, gpt2, hf:PATH_OR_NAME")
     if not 0 < cfg.val_fraction < 1:
         raise UserError(f"val_fraction must be above 0 and below 1, and not {cfg.val_fraction}")
-    if cfg.max_tokens < 0 or 0 < cfg.max_tokens < 4:
-        raise UserError(f"max_tokens must be 0 (all) or at least 4, and not {cfg.max_tokens}")
+    if min(room_of(cfg).values()) < 2:
+        raise UserError(f"max_tokens={cfg.max_tokens} with val_fraction={cfg.val_fraction} leaves "
+                        "fewer than 2 tokens to a split (max_tokens=0 takes all)")
 
 
 def already_there(folder, cfg) -> bool:
@@ -555,19 +561,15 @@ def make_folder(folder, cfg) -> dict:
 
 def clear_killed(folder):
     """Remove the temporary folders of killed calls, whose locks the kernel has released."""
-    for parent in folder.parents:
-        for new in parent.glob(f".{folder.name}.{8 * '?'}/new"):
+    for parent, part in product(folder.parents, ("new", "old")):
+        for found in parent.glob(f".{folder.name}.{8 * '?'}/{part}"):
             with contextlib.suppress(UserError):
-                lock(new.parent)
-                clear(new.parent, folder)
+                lock(found.parent)
+                clear(found.parent, folder)
 
 
 def clear(temporary, folder):
-    """Remove a temporary folder. If it holds an old data set whose place is still empty, the old
-    data set goes back there."""
-    if (temporary / "old").exists() and not folder.exists():
-        os.rename(temporary / "old", folder)
-    shutil.rmtree(temporary)
+    put_back(temporary, folder)
     unlock(temporary)
 
 

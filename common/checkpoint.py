@@ -191,8 +191,10 @@ def check_tokenizer(ckpt, data, what):
         note(f"the tokenizer of {what} is not compared: it must be that of the data, "
              f"{data.tokenizer.kind}")
     if theirs != ours:
-        raise UserError(f"{what} was trained with tokenizer {theirs.get('kind')}, which is not the "
-                        f"one of the data set ({data.tokenizer.kind}, {data.vocab_size} tokens)")
+        other = " with another vocabulary" * (theirs.get("kind") == ours["kind"])
+        raise UserError(f"{what} was trained with tokenizer {theirs.get('kind')}{other}, which is "
+                        f"not the one of the data set ({data.tokenizer.kind}, {data.vocab_size} "
+                        f"tokens)")
 
 
 # ---- the command line ----

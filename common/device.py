@@ -28,6 +28,9 @@ def pick_device(name, world=1):
         device = torch.device(f"cuda:{local}" if name == "cuda" else name)
         torch.ones(1, device=device).item()     # fails if this machine has no such device
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
+        if name == "cuda" and world > 1:
+            raise UserError(f"there is no GPU {local} for this process: start at most one process "
+                            f"for each GPU") from e
         raise UserError(f"device={name} is not on this machine (device=auto finds one)") from e
     return device
 
@@ -64,7 +67,8 @@ def gpu_peaks(device):
 
 
 def precision(cfg, device):
-    """Return the name of the type in which products are computed, as dtype= says."""
+    """Return bfloat16 or float32, the type in which products are computed, as dtype= says. (On CUDA
+    products of float32 are computed in TF32, see Processes.)"""
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return auto if cfg.dtype == "auto" else cfg.dtype
 
@@ -117,15 +121,15 @@ class Processes:
         """Return a list of floats, each the sum of one of the values over all processes."""
         if self.world == 1:         # a copy to the GPU and back would wait for all of its kernels
             return [float(value) for value in values]
-        on = self.device if self.device.type == "cuda" else "cpu"
-        total = torch.tensor(values, dtype=torch.float64, device=on)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
 
     @contextlib.contextmanager
     def together(self):
-        """Inside, every process does the same at the same time. If some have an error, the one of
-        least rank raises it, and all others end without a word."""
+        """Inside stands what every process does. If some have a UserError, OSError or MemoryError,
+        the one of least rank raises it, and all others end without a word. (Another error ends its
+        own process, and torchrun then ends the others.)"""
         error = None
         try:
             yield

@@ -9,14 +9,13 @@ text, not even Gemma's <bos>, with which it was trained. Without <bos> its predi
 import json
 import logging
 import os
-import shutil
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from common.options import (UserError, first_line, model_module, need, note, read_json, read_text,
-                         replace_file)
+from common.options import (UserError, first_line, model_module, need, note, put_back, read_json,
+                         read_text, replace_file)
 from common.tokenizer import (HUB_NAME, HFTokenizer, byte_signs, check_back, no_panic,
                               words_of_bytes)
 
@@ -49,8 +48,8 @@ def to_pretrained(model, path, eos=None):
     own = c.qk_norm, c.window > 0, c.mlp, c.scale_embeddings
     family = next((family for family, has in FAMILIES.items() if has == own), None)
     if family is None or c.pos != "rope":
-        raise UserError("only pos=rope with mlp=swiglu and one of qk_norm and window, or with "
-                        "mlp=geglu and scale_embeddings, can be written as a Llama folder")
+        raise UserError("only pos=rope with mlp=swiglu and at most one of qk_norm and window, or "
+                        "with mlp=geglu and scale_embeddings, can be written as a Llama folder")
     sizes = {"n_mlp": "mlp_width", "n_kv_head": "kv_heads", "head_dim": "head_size"}
     config = {theirs: getattr(c, sizes.get(ours, ours)) for theirs, ours in FIELDS.items()}
     config |= dict(
@@ -205,7 +204,7 @@ def check_same_logits(model, theirs):
                          f"{', '.join(unusual) or 'this'} asks for, or a weight is not finite")
 
 
-# These fields of config.json change no logits.
+# These fields of config.json change no logits, or gpt_fields has read them.
 UNREAD = {"_name_or_path", "architectures", "dtype", "transformers_version", "rope_parameters",
           "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range",
           "attention_dropout", "pretraining_tp"}
@@ -215,11 +214,11 @@ UNREAD = {"_name_or_path", "architectures", "dtype", "transformers_version", "ro
 
 # An end-of-text token is one of these where a model's files name none.
 EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"
-# Every byte of UTF-8 stands in one of these characters, and so do capitals, digits and quotes of
-# all kinds. The last ones have other normal forms, or are blanks without a width.
+# Every byte of UTF-8 stands in one of these characters. The last ones are often changed by
+# tokenizers.
 CODES = [*range(0x100), *range(0x100, 0x1000, 64), *range(0x1000, 0x10000, 4096),
-         *range(0x10000, 0x110000, 0x40000), 0x301, 0x212b, 0xfb01, 0xff21, 0x338f, 0x2026, 0x201c,
-         0x201d, 0x3000, 0x200b, 0x200d, 0x2028, 0xfeff, 0xfffd, 0x2581]
+         *range(0x10000, 0x110000, 0x40000), 0x100000, 0x301, 0x212b, 0xfb01, 0xff21, 0x338f,
+         0x2026, 0x201c, 0x201d, 0x3000, 0x200b, 0x200d, 0x2028, 0xfeff, 0xfffd, 0x2581]
 PROBE = "".join(f"a{chr(code)}B {chr(code)} " for code in CODES)
 PROBE = f"  {PROBE}{40 * ' '}b, c . D ! I 'm n't ``e'' 12345\n\n\t\t\r\n"
 
@@ -283,33 +282,33 @@ def hub_folder(name, files) -> Path:
 
 def export(model, tokenizer, path):
     """Make a Hugging Face folder of a model and its tokenizer, and put it into its place, which is
-    empty or holds an older export, in one move. UserError if no Llama computes what the model does,
-    or if another file is there, because transformers might read it. A call that fails leaves
-    nothing behind."""
+    empty or holds an older export. UserError if no Llama computes what the model does, or if
+    another file is there, because transformers might read it. A call that fails leaves nothing new
+    behind, and the older export in its place."""
     for file in path.iterdir() if path.exists() else ():
         if file.name not in EXPORTED:
             raise UserError(f"{file} is not of an export: remove it, or choose another folder")
     place = path.resolve()
     there = next(parent for parent in place.parents if parent.exists())
     temporary = there / f".{place.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)    # of a call that was killed
+    put_back(temporary, place)      # of a call that was killed
     try:
         to_pretrained(model, temporary / "new", tokenizer.eot)
-        if not to_huggingface(tokenizer, temporary / "new"):
+        if not save_tokenizer(tokenizer, temporary / "new"):
             note(f"{path} has no tokenizer: a {tokenizer.kind} tokenizer is no BPE of bytes")
         place.parent.mkdir(parents=True, exist_ok=True)
         if place.exists():
             os.rename(place, temporary / "old")
         os.rename(temporary / "new", place)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        put_back(temporary, place)
 
 
 # The files of an export.
 EXPORTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
-def to_huggingface(tokenizer, folder):
+def save_tokenizer(tokenizer, folder):
     """Write tokenizer.json and tokenizer_config.json for transformers, where "<|endoftext|>" is
     one token. Returns False for the kinds that are no BPE of bytes, which are char and the numbers
     of tasks."""

@@ -15,10 +15,11 @@ from common.sharded import sharded_like
 
 # nanochat's groups, as the LRT paper has them (Appendix A). They are used if optimizer=muon and the
 # model has nanochat_rates, as LRT does. Each kind has AdamW's learning rate, in units of
-# learning_rate, and beta1. The paper counts gates as scalars. At the paper's learning_rate, 0.004,
-# scalars learn at 125 * 0.004 = 0.5. At this rate the input of a gate's sigmoid would move by many
-# units a step, because it is a sum over all channels. So here gates learn at the head's rate. Muon
-# is torch's, without nanochat's additions.
+# learning_rate, and beta1. alpha and beta are LRT's factors of x and x0 (model_lrt.py), and by_kind
+# says what the other kinds are. The paper counts gates as scalars. At the paper's learning_rate,
+# 0.004, scalars learn at 125 * 0.004 = 0.5. At this rate the input of a gate's sigmoid would move
+# by many units a step, because it is a sum over all channels. So here gates learn at the head's
+# rate. Muon is torch's, without nanochat's additions.
 NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
                 beta=(125, 0.96), scalar=(125, 0.8))
 MOMENTUM = 0.95     # Muon's momentum (see muon_momentum_steps)
@@ -28,8 +29,8 @@ STACK = 2 ** 26     # Muon stacks at most so many numbers, because a step holds 
 def make_optimizers(model, cfg):
     """Return the optimizers of all groups: AdamW, Muon or both."""
     groups, optimizers = parameter_groups(model, cfg), []
-    for kind, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
-        if mine := [group for group in groups if group["kind"] == kind]:
+    for name, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
+        if mine := [group for group in groups if group["optimizer"] == name]:
             optimizers.append(cls(mine, **extra))
     return optimizers
 
@@ -56,9 +57,9 @@ def load_optimizers(optimizers, states, step, cfg):
 # ---- groups of parameters ----
 
 def parameter_groups(model, cfg):
-    """Return the groups of parameters, each a dict of its settings. "kind" is the group's
-    optimizer, "adamw" or "muon". "peak_lr" and "peak_decay" are the learning rate and the weight
-    decay that the schedules scale."""
+    """Return the groups of parameters, each a dict of its settings. "optimizer" is "adamw" or
+    "muon". "peak_lr" and "peak_decay" are the learning rate and the weight decay that the schedules
+    scale."""
     nanochat = cfg.optimizer == "muon" and getattr(model, "nanochat_rates", False)
     groups = nanochat_groups(model, cfg) if nanochat else common_groups(model, cfg)
     groups = [dict(g, peak_lr=g["lr"], peak_decay=g["weight_decay"])
@@ -75,8 +76,8 @@ def common_groups(model, cfg):
     kinds = by_kind(model)
     muon = kinds.pop("matrix", []) if cfg.optimizer == "muon" else []
     rest = [p for params in kinds.values() for p in params]
-    adamw = dict(kind="adamw", lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2))
-    return [dict(kind="muon", params=muon, lr=cfg.muon_learning_rate,
+    adamw = dict(optimizer="adamw", lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2))
+    return [dict(optimizer="muon", params=muon, lr=cfg.muon_learning_rate,
                  momentum=MOMENTUM, weight_decay=cfg.weight_decay),
             dict(adamw, params=[p for p in rest if p.dim() > 1], weight_decay=cfg.weight_decay),
             dict(adamw, params=[p for p in rest if p.dim() < 2], weight_decay=0.0)]
@@ -84,18 +85,20 @@ def common_groups(model, cfg):
 
 def nanochat_groups(model, cfg):
     """Return nanochat's groups. The learning rates of cfg are for 2^19 tokens a step. For n tokens
-    they are multiplied by sqrt(n / 2^19). beta1 and beta2 of cfg have no effect,
-    and weight decay applies only to the matrices of the blocks."""
+    they are multiplied by sqrt(n / 2^19). Those of embeddings and head are for n_embd = 768, and
+    are multiplied by sqrt(768 / n_embd). Weight decay applies only to the matrices of the blocks.
+    It is for 12 layers, and is multiplied by (12 / n_layer)^2. beta1 and beta2 of cfg have no
+    effect."""
     kinds = by_kind(model)
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
     batch = math.sqrt(tokens / 2 ** 19)
-    groups = [dict(kind="muon", params=kinds["matrix"], momentum=MOMENTUM,
+    groups = [dict(optimizer="muon", params=kinds["matrix"], momentum=MOMENTUM,
                    lr=cfg.muon_learning_rate * batch,
                    weight_decay=cfg.weight_decay * (12 / model.cfg.n_layer) ** 2)]
     for kind, (ratio, beta1) in NANOCHAT.items():
         if kind in ("embedding", "head"):
             ratio *= (model.cfg.n_embd / 768) ** -0.5
-        groups.append(dict(kind="adamw", params=kinds.get(kind, []),
+        groups.append(dict(optimizer="adamw", params=kinds.get(kind, []),
                            lr=cfg.learning_rate * batch * ratio,
                            betas=(beta1, 0.95), eps=1e-10, weight_decay=0.0))
     return groups
@@ -130,7 +133,8 @@ class Muon(torch.optim.Muon):
     Newton-Schulz iteration is one batched product. A matrix with more rows than columns is
     transposed and stacked with the matrices of its new shape. On a GPU the iteration runs in
     bfloat16. On a CPU it runs in the weights' dtype, because many CPUs have no instructions for
-    bfloat16 and take twenty times as long."""
+    bfloat16 and take twenty times as long. Nesterov's momentum and torch's default adjust_lr_fn are
+    the only ones here."""
 
     @torch.no_grad()
     def step(self):

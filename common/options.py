@@ -20,6 +20,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
 import typing
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -292,7 +293,7 @@ def typed_value(name, value, kind):
         if kind is str and text and "\0" not in value:      # no file name holds a zero byte
             return home(value) if name in PATHS else value
     shown = type(value).__name__ if isinstance(value, (list, dict)) else f"{value!r:.60}"
-    raise UserError(f"{name} must be {KINDS.get(kind, kind)}, and not {shown}")
+    raise UserError(f"{name} must be {KINDS[kind]}, and not {shown}")
 
 
 class Loader(yaml.SafeLoader):
@@ -323,9 +324,12 @@ def load_yaml(file):
     `option: value`."""
     text = read_text(file, f"config={file}")
     try:
-        return {**Loader(text).get_single_data()}
+        values = Loader(text).get_single_data()
+        if not isinstance(values, dict):
+            raise ValueError("no lines of options")
+        return values
     except Exception as e:      # the YAML parser has many kinds of errors, all about this file
-        reason = " ".join(str(e).split())[:200] or "no lines of options"
+        reason = " ".join(str(e).split())[:200]
         raise UserError(f"config={file} is not valid YAML of `option: value` lines: "
                         f"{reason}") from e
 
@@ -431,6 +435,14 @@ def replace_file(path, content):
         temporary.unlink(missing_ok=True)
 
 
+def put_back(temporary, place):
+    """Remove a temporary folder. What stood in a place before, and stands in the folder as "old",
+    goes back there if the place is still empty."""
+    if (temporary / "old").exists() and not place.exists():
+        os.rename(temporary / "old", place)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
 def read_text(path, name) -> str:
     """Return the text of a file. UserError, which calls the file `name`, if it is not there or is
     not UTF-8."""
@@ -457,11 +469,12 @@ def first_line(e) -> str:
 
 
 def need(module):
-    """Return a module of an optional package. UserError if the package is missing."""
+    """Return a module. UserError if its package cannot be imported."""
+    package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(f"the package {module} is missing: pip install {module}") from None
+        raise UserError(f"the package {package} is missing: pip install {package}") from None
 
 
 # ---- the options of training ----
@@ -491,7 +504,7 @@ class TrainConfig(Options):
     learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: see common/optim.py)
     muon_learning_rate: float = 0.02  # Muon's peak
     muon_momentum_steps: int = 0  # steps of Muon's momentum from 0.85 to 0.95 (0: always 0.95)
-    weight_decay: float = 0.1  # on matrices and embeddings (lrt with muon: on matrices)
+    weight_decay: float = 0.1  # on matrices and embeddings (lrt with muon: see common/optim.py)
     decay_schedule: str = choice("constant", "linear")  # of weight_decay; linear: falls to 0
     beta1: float = 0.9  # AdamW (lrt with muon: its own)
     beta2: float = 0.99  # AdamW (lrt with muon: its own)
@@ -511,7 +524,7 @@ class TrainConfig(Options):
     # how to run
     seed: int = 1337  # of the weights, the batches and dropout
     device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
-    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 on cuda
+    dtype: str = choice("auto", "float32", "bfloat16")  # on cuda: auto bfloat16, float32 TF32
     compile: str = choice("auto", "true", "false", "graph")  # true: torch.compile; auto: on cuda
     fsdp: bool = False  # torchrun: shard weights and optimizer (FSDP2)
     teacher: str = ""  # distil from this model, named as in init_from

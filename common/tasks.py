@@ -9,13 +9,15 @@ is not scored. The parentheses hold the vocabulary size and a usual length T (bl
 
 recall (16, T 128). An example is pairs of a key (0-7) and a value (8-15). Within an example a key
 always has the same value. A value is scored if its key came before, as the last key always did.
-noisy_recall (32, T 128). This is recall, but a pair is two noise tokens (16-31) with probability
-0.2.
     inputs    3  9  0 14  3  9  5  9  0 14
     targets   .  .  .  .  9  .  .  . 14  .
 
-fuzzy_recall (16, T 128). A key is a motif of one to three distinct tokens of 0-6, and a value is
-one of 7-14. The token 15 pads on the left. In validation all keys have three tokens, as in MAD.
+noisy_recall (32, T 128). This is recall, but a pair is two noise tokens (16-31) with probability
+0.2.
+
+fuzzy_recall (16, T 128). A key is one to three distinct tokens of 0-6, and a value is one to three
+distinct tokens of 7-14. The token 15 pads on the left. In validation all keys have three tokens, as
+in MAD.
     inputs   15  4  2  6  9 11  0  5  1  8  4  2  6  9
     targets   .  .  .  .  .  .  .  .  .  .  .  .  9 11
 
@@ -47,8 +49,10 @@ plain Transformer gets at most 31 of 36 rows of s3 wholly right.)
     inputs    1  2  2  5
     targets   1  3  1  4
 
-All else is drawn uniformly. Training has 12,800 fixed examples, but memorization has 256, and
-needles, s3 and s5 draw new examples at every step. Validation has 1,280 other examples.
+All else is drawn uniformly. (In selective_copying each blank falls before a letter that is drawn
+uniformly, so that no blank stands after the last one.) Training has 12,800 fixed examples, but
+memorization has 256, and needles, s3 and s5 draw new examples at every step. Validation has 1,280
+other examples.
 
 The first five are MAD's (Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid
 Architectures", github.com/athms/mad-lab). copying is from "Repeat After Me" (Jelassi et al. 2024).
@@ -196,8 +200,8 @@ class Task:
 # same order), and in tests/test_tasks.py its LENGTHS and its check (CHECKS).
 TASKS = {
     "recall": Task(recall, 16, 4, even=True),
-    "fuzzy_recall": Task(fuzzy_recall, 16, 11),      # 11: the longest pair twice
     "noisy_recall": Task(partial(recall, noise=0.2), 32, 4, even=True),
+    "fuzzy_recall": Task(fuzzy_recall, 16, 11),      # 11: the longest pair twice
     "selective_copying": Task(selective_copying, 16, 34),
     "memorization": Task(memorization, 256, 2, even=True, examples=256),
     "copying": Task(copying, 27, 2, even=True),

@@ -20,9 +20,11 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16
 MARK = "\U0010ffff"  # no token holds this character
 # So many characters are encoded at once, because tiktoken's stack overflows on 10^6 spaces.
 SLICE = 1 << 16
-# GPT-4 splits text into these pieces before byte pairs are merged. No merge crosses them.
+# Text is split into these pieces before byte pairs are merged, and no merge crosses them. This is
+# GPT-4's pattern with two changes: a contraction does not begin a longer word ('data), and a word
+# may hold combining marks.
 PATTERN = "|".join([
-    r"'(?i:[sdmt]|ll|ve|re)(?!\p{L})",  # English contractions; not the start of 'data'
+    r"'(?i:[sdmt]|ll|ve|re)(?!\p{L})",  # English contractions
     r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",  # a word, with one space or sign before it
     r"\p{N}{1,3}",  # numbers, by three digits
     r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # signs, with the line ends after them
@@ -36,9 +38,10 @@ GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+"
 
 class Tokenizer:
     """The base of all kinds. A kind has two methods of its own: encode_slice(text, first) returns
-    the ids of a slice of a text, as an array, and spell(ids) returns the bytes of ids. No text is
-    encoded as end-of-text: "<|endoftext|>" is thirteen characters like any other."""
-    anchor = ()     # the ids of a text that goes on where `after` and `stream` begin
+    the ids of a slice of a text, as an array (but for TaskTokenizer, which has encode), and
+    spell(ids) returns the bytes of ids. No text is encoded as end-of-text: "<|endoftext|>" is
+    thirteen characters like any other."""
+    anchor = ()     # ids that `after` and `stream` decode in front of theirs, see HFTokenizer
 
     def __init__(self, vocab_size, eot, kind, /, **made_of):
         """eot is the id of end-of-text. kind and made_of are the class and its arguments."""
@@ -56,7 +59,8 @@ class Tokenizer:
         return [i for ids in parts for i in ids.tolist()]
 
     def decode_bytes(self, ids) -> bytes:
-        """Return the bytes of ids, which may end inside a character. End-of-text has none."""
+        """Return the bytes of ids. End-of-text has none. The bytes may end inside a character, in
+        the place of whose part the kind hf has U+FFFD."""
         ids = np.asarray(ids, dtype=np.int64)
         return self.spell(ids[ids != self.eot])
 
@@ -142,7 +146,7 @@ class HFTokenizer(Tokenizer):
     def __init__(self, json, eos):
         """json is the text of a tokenizer.json, eos the text of its end-of-text token."""
         self.library = need("tokenizers").Tokenizer.from_str(json)
-        self.library.encode_special_tokens = True
+        self.library.encode_special_tokens = True   # their text is encoded as any other
         vocab = self.library.get_vocab()
         super().__init__(max(vocab.values()) + 1, vocab[eos], "hf", eos=eos, json=json)
         self.anchor = self.encode("a")

@@ -3,6 +3,7 @@ back."""
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,9 +82,9 @@ def exported(tmp_path_factory):
     for ours in (ByteTokenizer(), bpe, *(HFTokenizer(json.dumps(data), eos) for data, eos in (
             (smollm(), EOT), (phi(), EOT), (llama2(), "</s>")))):
         folder = tmp_path_factory.mktemp(ours.kind)
-        assert huggingface.to_huggingface(ours, folder)
+        assert huggingface.save_tokenizer(ours, folder)
         found.append((ours, AutoTokenizer.from_pretrained(folder), hf_tokenizer(str(folder))))
-    assert not huggingface.to_huggingface(CharTokenizer("ab"), tmp_path_factory.mktemp("char"))
+    assert not huggingface.save_tokenizer(CharTokenizer("ab"), tmp_path_factory.mktemp("char"))
     return found
 
 
@@ -158,7 +159,7 @@ def test_an_export_replaces_an_export_and_nothing_else(data_dir, tmp_path, monke
     def fails(*given):
         raise UserError("a full disk")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="a full disk"):
-        patch.setattr(huggingface, "to_huggingface", fails)
+        patch.setattr(huggingface, "save_tokenizer", fails)
         checkpoint.main([run, f"export={tmp_path / 'hf'}"])
     with monkeypatch.context() as patch, pytest.raises(UserError, match="could not save"):
         patch.setattr(torch, "save", lambda *given: os.stat("/nowhere"))
@@ -166,8 +167,16 @@ def test_an_export_replaces_an_export_and_nothing_else(data_dir, tmp_path, monke
     assert not (tmp_path / "made").exists()
     assert not (tmp_path / "hf").exists() and not (tmp_path / ".hf.tmp").exists()
     checkpoint.main([run, f"export={hf}"])
-    before = snapshot(hf)
+    before, rename = snapshot(hf), os.rename
     assert {file.name for file in before} == huggingface.EXPORTED
+    for killed in False, True:      # the older export goes back to its place
+        with monkeypatch.context() as patch, pytest.raises((OSError, UserError)):
+            patch.setattr(os, "rename", lambda old, new: rename(old, new) if "new" not in Path(old).name else os.stat("/nowhere"))
+            if killed:
+                (hf.parent / f".{hf.name}.tmp").mkdir()
+                rename(hf, hf.parent / f".{hf.name}.tmp" / "old")
+            checkpoint.main([run, f"export={hf}", "overwrite=true"])
+        assert snapshot(hf) == before
     for other in "generation_config.json", "adapter_config.json", "model.safetensors.index.json":
         (hf / other).write_text("{}")
         with pytest.raises(UserError, match=f"{other} is not of an export"):

@@ -85,7 +85,7 @@ def test_a_matrix_may_be_kept_from_muon():
     model = tiny("gpt")
     model.parameter_kinds = {"wk": "gate"}
     groups = optim.parameter_groups(model, TrainConfig(optimizer="muon", learning_rate=0.2, muon_learning_rate=0.3))
-    assert {(g["kind"], g["lr"]) for g in groups} == {("adamw", 0.2), ("muon", 0.3)}
-    muon = {id(p) for g in groups if g["kind"] == "muon" for p in g["params"]}
+    assert {(g["optimizer"], g["lr"]) for g in groups} == {("adamw", 0.2), ("muon", 0.3)}
+    muon = {id(p) for g in groups if g["optimizer"] == "muon" for p in g["params"]}
     assert [id(block.attn.wk.weight) in muon for block in model.blocks] == [False, False]
     assert all(id(block.attn.wq.weight) in muon for block in model.blocks)
