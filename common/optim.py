@@ -18,8 +18,8 @@ from common.sharded import sharded_like
 # learning_rate, and beta1. alpha and beta are LRT's factors of x and x0 (model_lrt.py), and by_kind
 # says what the other kinds are. The paper counts gates as scalars. At the paper's learning_rate,
 # 0.004, scalars learn at 125 * 0.004 = 0.5. At this rate the input of a gate's sigmoid would move
-# by many units a step, because it is a sum over all channels. So here gates learn at the head's
-# rate. Muon is torch's, without nanochat's additions.
+# by many units a step, because it is a sum over all channels. So here gates learn at the rate
+# that the head has at width 768. Muon is torch's, without nanochat's additions.
 NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
                 beta=(125, 0.96), scalar=(125, 0.8))
 MOMENTUM = 0.95     # Muon's momentum (see muon_momentum_steps)
@@ -90,6 +90,9 @@ def nanochat_groups(model, cfg):
     It is for 12 layers, and is multiplied by (12 / n_layer)^2. beta1 and beta2 of cfg have no
     effect."""
     kinds = by_kind(model)
+    if unknown := kinds.keys() - {"matrix", *NANOCHAT}:
+        raise UserError(f"parameter_kinds has {min(unknown)!r}: with nanochat_rates a kind is one "
+                        f"of matrix, {', '.join(NANOCHAT)}")
     tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
     batch = math.sqrt(tokens / 2 ** 19)
     groups = [dict(optimizer="muon", params=kinds["matrix"], momentum=MOMENTUM,

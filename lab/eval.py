@@ -5,8 +5,7 @@ in the tasks of lm-evaluation-harness (the package lm_eval).
     python -m lab.eval out/gpt_tiny/best.pt               all validation text of the run
     python -m lab.eval out/rt_tiny lengths=1,2,4          contexts longer than in training
     python -m lab.eval out/mor_tiny exit_loop=2           at most 2 recursions
-    python -m lab.eval out/task_s3 lengths=1,2,4,8 batch_size=64
-                                                          a synthetic task, also longer examples
+    python -m lab.eval out/task_s3 lengths=1,2,4,8        a synthetic task, also longer examples
     python -m lab.eval out/gpt_tiny tasks=hellaswag,piqa  tasks, which may run code of their own
     python -m lab.eval out/rt_tiny tasks=rt               a paper's tasks: rt, relaxed, mor or rat
     python -m lab.eval help                               every option with its meaning
@@ -21,6 +20,10 @@ that all lengths predict the same tokens.
 `overlap` is the fraction of the validation tokens that stand in a stretch of 64 tokens that also
 occurs in the train text of the same data set. `clean` has the losses on the windows without such
 tokens. Its bits per byte count these windows' own bytes.
+
+With exit_loop=, `agreement` is how often the likeliest token is that after all loops. With MoR's
+expert choice, `scores` has for each recursion how the sigmoids of the scores that decide spread
+over the tenths from 0 to 1.
 
 A synthetic task (common/tasks.py) has the fractions of scored tokens and of examples that are
 right, as in training. Longer contexts are longer examples, and each length has 1,280 of its own.
@@ -87,9 +90,10 @@ OF_TASKS = {"prefill", "num_fewshot", "limit", "include_path"}
 
 @torch.no_grad()
 def losses(model, batches, windows, length, units):
-    """Return for each context of k * length tokens, k of `units`, two float64 tensors: the mean
-    cross-entropy at each position, {k: (k length,)}, and the sum of each window's cross-entropies,
-    {k: (windows,)}. `length` is the trained one, and a window has the longest context."""
+    """Return two dicts of float64 tensors, by the k of `units`, for contexts of k * length tokens:
+    the mean cross-entropy at each position, {k: (k length,)}, and the sum of each window's
+    cross-entropies, {k: (windows,)}. `length` is the trained one, and a window has the longest
+    context."""
     device = model.wte.weight.device
     sums = {k: torch.zeros(k * length, dtype=torch.float64) for k in units}
     totals = {k: [] for k in units}
@@ -141,9 +145,9 @@ def agreement(model, inputs):
 
 @torch.no_grad()
 def router_scores(model, inputs):
-    """Return for each recursion of MoR's expert choice how the scores sigmoid(s) of the tokens that
-    could take it spread over the tenths from 0 to 1, {recursion: fractions}. The tokens with 0.5
-    and more take it."""
+    """Return for each recursion of MoR's expert choice how the sigmoids of the scores that decide
+    in decoding, of the tokens that could take it, spread over the tenths from 0 to 1, {recursion:
+    fractions}. The tokens with 0.5 and more take it."""
     found = [model.states(x, top_k=False)[2] for x in inputs]
     spread = {}
     for r in range(1, model.loops_to_run):
@@ -320,7 +324,8 @@ def check_context(model, cfg, ckpt):
     longest, limit = cfg.units[-1] * ckpt["model_config"]["block_size"], model.context_limit
     if limit and longest > limit:
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "
-                        f"that this model reads (block_size={limit})")
+                        f"that this model reads (block_size={limit}): block_size={longest} lets it "
+                        f"read them")
 
 
 def main(argv):

@@ -23,6 +23,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import serve
 from common.checkpoint import load_run
@@ -222,7 +223,7 @@ def main(argv):
     paths, options = split_args(argv, least=1, most=None)
     cfg = typed_config(PageConfig, options)
     for path in paths:
-        name = (HERE.cwd() / path).name         # also of the path "."
+        name = Path(path).absolute().name       # also of the path "."
         if name in runs:
             raise UserError(f"two runs are named {name}: each needs a name of its own")
         model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)

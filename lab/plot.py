@@ -15,18 +15,22 @@ def draw(file, panels, title=""):
     from matplotlib.figure import Figure    # pyplot would need a display
     n = len(panels)
     fig = Figure(figsize=(7 if n == 1 else 5.5 * n, 4.5))
-    axes = fig.subplots(1, n, squeeze=False)
+    axes, lines = fig.subplots(1, n, squeeze=False), {}
     for ax, (style, curves) in zip(axes[0], panels):
-        for name, curve in curves:      # few points get markers
+        for name, curve in curves:
+            if not curve:               # as before the first evaluation
+                continue
+            # Few points get markers.
             marker = "o" if len(curve) < 10 else ""
-            ax.plot(*zip(*curve), label=name, linewidth=1.2, marker=marker, markersize=5)
+            color = lines[name].get_color() if name in lines else f"C{len(lines)}"
+            lines[name], = ax.plot(*zip(*curve), color=color, linewidth=1.2, marker=marker,
+                                   markersize=5)
         ax.set(**style)
         ax.grid(alpha=0.3)
-    # The first panel's legend stands below all panels, where it hides no curve. Without the labels,
-    # legend() would drop names that begin with _.
-    if lines := axes[0][0].lines:
-        fig.legend(lines, [line.get_label() for line in lines], loc="upper center",
-                   bbox_to_anchor=(0.5, 0), ncols=3, fontsize=8)
+    # One legend for all panels stands below them, where it hides no curve.
+    if lines:
+        fig.legend(lines.values(), lines, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=3,
+                   fontsize=8)
     fig.suptitle(title)
     fig.savefig(file, dpi=120, bbox_inches="tight")
 

@@ -48,8 +48,9 @@ import torch
 from common.checkpoint import load_checkpoint, read_log
 from common.data import data_folder
 from common.options import (HERE, TrainConfig, UserError, asks_help, check_known, first_line,
-                            load_yaml, lock, model_module, note, read_json, replace_file, run_cli,
-                            sha256_of, split_args, typed_config)
+                            load_yaml, lock, model_module, names, note, read_json, replace_file,
+                            run_cli, sha256_of, split_args, typed_config)
+from lab.eval import EvalConfig
 from lab.plot import draw
 from prepare import tell_changes
 
@@ -78,7 +79,8 @@ class Experiment:
     (NAME.bpb), and of `bench.py runs` (speed.train_ms).
 
     The axes of a picture are such names too, or those of the log of training steps (curves.flops),
-    or bins, the middles of the tenths from 0 to 1 for a list of ten numbers of lab.eval. A star in
+    or bins, the middles of the tenths from 0 to 1 for a list of ten numbers of lab.eval. (A run's
+    result keeps the curves that the picture names when it is made, and no others.) A star in
     a name stands for all names in its place (NAME.lengths.*.bpb). A panel with `of` has the rows
     whose labels begin with it."""
     name: str
@@ -103,7 +105,11 @@ class Experiment:
             if row["seeds"] not in range(1, max(QUANTILES) + 1):
                 raise ValueError(f"seeds of {label} must be from 1 to {max(QUANTILES)}")
         for what in self.columns.values():
-            if AGAINST in what and what.partition(AGAINST)[2] not in self.rows:
+            value, against, row = what.partition(AGAINST)
+            if what not in ("text", "options") and len(value.split()) != 2:
+                raise ValueError(f"column {what!r} must be `text`, `options`, or a name and a "
+                                 f"format")
+            if against and row not in self.rows:
                 raise ValueError(f"column {what!r} is against no row")
 
 
@@ -156,8 +162,14 @@ def plan(experiment):
     for label, row in experiment.rows.items():
         for seed in range(1, row["seeds"] + 1):
             run = runs[label, seed] = Run(experiment, label, row, seed, runs)
+            try:
+                for options in row["evaluate"].values():
+                    typed_config(EvalConfig, split_args(options.split())[1])
+                of_file = file_options(run)
+            except UserError as e:
+                raise UserError(f"{experiment.name}.yaml: {label}: {e}") from None
             line = lines.get(run.command, {})
-            same = line.get("keys") == file_options(run)
+            same = line.get("keys") == of_file
             if same and line.get("evaluate", {}) == row["evaluate"]:
                 run.result = line
     return list(runs.values())
@@ -165,10 +177,13 @@ def plan(experiment):
 
 def file_options(run):
     """Return the options that a run has from its config file, without those that are defaults or
-    that the command gives. In the run's line of the results they are called `keys`."""
+    that the command gives. In the run's line of the results they are called `keys`. UserError if
+    the command gives an option that the model has not."""
     file = run.options.get("config", f"configs/{run.options.get('model', 'gpt')}_tiny.yaml")
-    values = {"model": "gpt", **load_yaml(HERE / file), **run.options}
+    needed = "config" in run.options or (HERE / file).exists()
+    values = {"model": "gpt", **(load_yaml(HERE / file) if needed else {}), **run.options}
     schemas = TrainConfig, model_module(values["model"]).Config
+    check_known(run.options, names(*schemas))
     default = {f.name: f.default for schema in schemas for f in fields(schema)}
     given = {*run.options, "max_steps"} if "max_flops" in run.options else {*run.options}
     return {"config": file, **{name: value for name, value in values.items()
@@ -248,9 +263,10 @@ def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
 
 
 def start(run):
-    """Start or resume the training of a run, and return its process. A run whose config file has
-    changed since begins again. FOLDER.txt receives the output."""
-    options, made_of = json.dumps(file_options(run), sort_keys=True), run.folder / "keys.json"
+    """Start or resume the training of a run, and return its process. A run whose config file, text
+    or model has changed since begins again. FOLDER.txt receives the output."""
+    options = json.dumps({**file_options(run), **made_from(run)}, sort_keys=True)
+    made_of = run.folder / "keys.json"
     if not made_of.exists() or made_of.read_text() != options:     # it begins again
         if run.folder.exists():
             shutil.rmtree(run.folder)
@@ -386,10 +402,10 @@ def made_by(threads):
     """Return the commit of the code, the files that differ from it, the machine, and the versions
     that decide the numbers. The SHA-256 of the text is in made_from."""
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    changed = changed_files()
+    differing = changed_files()
     commit = git("rev-parse", "--short", "HEAD").strip() or "unknown"
-    differs = {"changed": changed} if changed else {}
-    return {"commit": commit + "-changed" * bool(changed), **differs,
+    differs = {"changed": differing} if differing else {}
+    return {"commit": commit + "-changed" * bool(differing), **differs,
             "machine": f"{where}, torch {torch.__version__}, Python {platform.python_version()}",
             "cpu": cpu_model(), "threads": threads,
             "versions": {name: version(name) for name in ("torch", "numpy", "tokenizers")}}
@@ -458,6 +474,9 @@ def table(experiment, rows):
                  for title, what in experiment.columns.items()]
         if any(cells):          # a row that only others start from may have no values
             lines.append("| " + " | ".join([label + few, *cells]) + " |")
+    for name in {what.split()[0] for what in experiment.columns.values() if " " in what}:
+        if all(look_up(result, name) is None for results in rows.values() for result in results):
+            note(f"no result of {experiment.name} has a value {name}")
     return "\n".join([*lines, "", ""])
 
 
@@ -521,9 +540,9 @@ def write(experiment, runs):
             found = True
     if not found:
         note(f"no file has the lines <!-- {experiment.name} --> and <!-- end --> for this table")
-    if experiment.picture:
-        panels = [panel_of(rows, **panel) for panel in experiment.picture]
-        panels = [(style, curves) for style, curves in panels if curves]    # those with a result
+    panels = [panel_of(rows, **panel) for panel in experiment.picture]
+    panels = [(style, curves) for style, curves in panels if curves]    # those with a result
+    if panels:
         draw(HERE / "assets" / f"{experiment.name}.png", panels, experiment.title)
 
 
@@ -618,19 +637,21 @@ def forget(runs):
 def main(argv):
     if asks_help(argv):
         return print(__doc__ or f"NAME one of: {', '.join(load_experiments())}")    # python -OO
-    experiments, names, failed = load_experiments(), {*argv}, []
+    experiments, words, failed = load_experiments(), {*argv}, []
     check_known(argv, [*experiments, *TIERS, "write", "again", "intervals"])
-    if "again" in names and names <= {"write", "again"}:
-        raise UserError("again needs the names of experiments, or a tier")
-    if "intervals" in names:
-        return print_intervals({e: plan(e) for e in experiments.values() if e.name in names})
-    plans = {e: plan(e) for e in experiments.values()
-             if names <= {"write"} or {e.name, e.tier} & names}
-    if "write" not in names:
+    chosen = [e for e in experiments.values() if words <= {"write"} or {e.name, e.tier} & words]
+    if not chosen:
+        raise UserError(f"{min(words)} needs the names of experiments, or a tier")
+    if {"write", "again"} <= words:
+        raise UserError("write makes no runs, and again does: give one of the two")
+    plans = {e: plan(e) for e in chosen}
+    if "intervals" in words:
+        return print_intervals(plans)
+    if "write" not in words:
         for e, runs in plans.items():
             show(e, runs)
-        failed = reproduce(plans, "again" in names) if names else []
-    if names:
+        failed = reproduce(plans, "again" in words) if words else []
+    if words:
         for e, runs in plans.items():
             write(e, runs)
     if failed:

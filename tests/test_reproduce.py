@@ -13,6 +13,7 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+from matplotlib.figure import Figure
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from common.data import load_data
 from common.options import UserError, merge, split_args
 from conftest import ROOT, move
 from lab import reproduce
+from lab.plot import draw
 from runs import SIZES, SMALL
 
 EXPERIMENTS = reproduce.load_experiments()
@@ -71,7 +73,7 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
         trial = {**EXPERIMENT, **changes, "options": f"{EXPERIMENT['options']} data_dir={data_dir}"}
         (copy / "lab" / "experiments" / "trial.yaml").write_text(json.dumps(trial))
         return subprocess.run([sys.executable, "-m", "lab.reproduce", "trial"], cwd=copy, text=True, capture_output=True)
-    p = call(evaluate={"half": "no_such_key=1"})
+    p = call(evaluate={"half": "device=cuda:99"})
     assert p.returncode == 2 and "4 runs or benchmarks failed" in p.stderr and "Traceback" not in p.stderr
     p = call()
     assert p.returncode == 0, p.stdout + p.stderr
@@ -108,17 +110,21 @@ def test_two_callers(tmp_path, monkeypatch):
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     """A run also goes on if it was killed in its last evaluation. It starts from the beginning if its config file has
-    lost an option."""
+    lost an option, or if its model or text is another."""
     calls, config = [], {"batch_size": 12, "dropout": 0.1}
     monkeypatch.setattr(reproduce, "python", lambda *command, **more: calls.append(command[-1]))
     monkeypatch.setattr(reproduce, "file_options", lambda run: config)
-    run = SimpleNamespace(folder=tmp_path / "r", name="r", start=None, arguments=[])
+    monkeypatch.setattr(reproduce, "made_from", lambda run: made)
+    run, made = SimpleNamespace(folder=tmp_path / "r", name="r", start=None, arguments=[]), {"model": "a"}
     reproduce.start(run)
-    (run.folder / "pending.pt").touch()
-    reproduce.start(run)
-    del config["dropout"]
-    reproduce.start(run)
-    assert calls == ["resume=auto"] * 3 and not (run.folder / "pending.pt").exists()
+    for changed in config, made:
+        (run.folder / "pending.pt").touch()
+        reproduce.start(run)
+        assert (run.folder / "pending.pt").exists()
+        changed.popitem()
+        reproduce.start(run)
+        assert not (run.folder / "pending.pt").exists()
+    assert calls == ["resume=auto"] * 5
 
 
 def test_what_tells_a_run_apart(tmp_path, monkeypatch):
@@ -144,9 +150,14 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     for layers, same in (4, True), (5, False):          # the lost option was the default's; another value
         config.write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
         assert done(3, "{}") == [same, same]
-    for mistake, told in ("row: 5", "trial.yaml: .*row"), ("rows: {y: 'from={x}'}", "no row above"), ("rows: {y: run=z}", "y has run="):
+    for mistake, told in {"row: 5": "trial.yaml: .*row", "rows: {y: 'from={x}'}": "no row above", "rows: {y: run=z}": "y has run=",
+                          "rows: {y: nlayer=1}": "trial.yaml: y: unknown option 'nlayer'",
+                          "rows: {y: ''}\nevaluate: {half: lenghts=1}": "trial.yaml: y: unknown option 'lenghts'",
+                          "rows: {y: ''}\ncolumns: {bits: val_bpb}": "column 'val_bpb' must be .* a name and a format"}.items():
         with pytest.raises(UserError, match=told):
             plan(f"title: a\ntier: cpu\n{mistake}")
+    config.unlink()     # a model needs no file
+    assert plan("title: a\ntier: cpu\nrows: {y: ''}")
 
 
 def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
@@ -194,8 +205,10 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
         run.folder.mkdir(parents=True)
     reproduce.forget(runs)
     assert [run.result for run in runs] == [None, None] and not any(run.folder.exists() for run in runs)
-    with pytest.raises(UserError, match="again needs the names of experiments"):
-        reproduce.main(["again"])
+    for words, told in {("again",): "again needs the names of experiments", ("intervals",): "intervals needs the names",
+                        ("again", "write", "rates"): "write makes no runs, and again does"}.items():
+        with pytest.raises(UserError, match=told):
+            reproduce.main(list(words))
 
 
 def test_a_result_names_its_machine_and_what_differs_from_the_commit(tmp_path, monkeypatch):
@@ -268,7 +281,9 @@ def test_paired_differences_and_their_intervals(monkeypatch, capsys):
     experiment = reproduce.Experiment("mine", "a trial", "cpu", rows=dict.fromkeys(rows, ""), columns={
         "bits": "val_bpb .1f", "to b": "val_bpb .2f against b", "ms": "speed.ms .2f"})
     cells = [line.split(" | ")[2] for line in reproduce.table(experiment, rows).splitlines()[2:-1]]
-    assert cells == ["3.67 (2.23 to 5.10)", "", "-2.00 (1 seed)"]
+    assert cells == ["3.67 (2.23 to 5.10)", "", "-2.00 (1 seed)"] and "note" not in capsys.readouterr().out
+    reproduce.table(reproduce.Experiment("mine", "a trial", "cpu", dict.fromkeys(rows, ""), {"bits": "val_bbp .1f"}), rows)
+    assert "no result of mine has a value val_bbp" in capsys.readouterr().out
     monkeypatch.setattr(reproduce, "rows_of", lambda experiment, runs: rows)
     reproduce.print_intervals({experiment: []})
     printed = capsys.readouterr().out
@@ -279,6 +294,15 @@ def test_paired_differences_and_their_intervals(monkeypatch, capsys):
         reproduce.Experiment("mine", "a trial", "cpu", rows={"a": ""}, seeds=10)
     with pytest.raises(ValueError, match="against no row"):
         reproduce.Experiment("mine", "a trial", "cpu", rows={"a": ""}, columns={"to b": "val_bpb .2f against b"})
+
+
+def test_a_row_has_one_colour_in_all_panels(monkeypatch):
+    figures, point = [], [(1, 1)]
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **more: figures.append(figure))
+    draw("x.png", [({}, [("a", point), ("b", point)]), ({}, [("b", point), ("_c", point)])])
+    (a, b), (same, c) = [[line.get_color() for line in ax.lines] for ax in figures[0].axes]
+    assert b == same and len({a, b, c}) == 3
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["a", "b", "_c"]
 
 
 @pytest.mark.parametrize("name, keys, off, is_base", [

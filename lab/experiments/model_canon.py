@@ -57,7 +57,8 @@ class MLP(model_lrt.SquaredMLP):
 
 
 class Model(model_lrt.Model):
-    parameter_kinds = {**model_lrt.Model.parameter_kinds, "conv": "gate"}   # AdamW, the head's rate
+    # AdamW, at the rate that the head has at width 768
+    parameter_kinds = {**model_lrt.Model.parameter_kinds, "conv": "gate"}
 
     def __init__(self, cfg):
         super().__init__(cfg)

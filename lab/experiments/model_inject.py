@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 import model_relaxed
-from model_relaxed import Config  # noqa: F401
+from model_relaxed import Config
 
 
 class Block(model_relaxed.Block):

@@ -4,10 +4,20 @@ LRT with a value embedding inside of the gate: g_loc scales it too,
 This is one reading of the paper, which does not say where value embeddings enter. The authors'
 code and model_lrt.py add g_ve e after (4), outside of the gate.
 """
+from dataclasses import dataclass
+
 import torch
 
 import model_lrt
-from model_lrt import Config
+
+
+@dataclass
+class Config(model_lrt.Config):
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.into_kv:
+            raise ValueError("model=inside needs memory=true and an inject with kv")
 
 
 class Attention(model_lrt.Attention):

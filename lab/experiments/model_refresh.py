@@ -11,13 +11,24 @@ newest memories m are mixed in as in (4) of model_lrt.py:
 So u stays that of the first pass, and a refresh costs projections, but no pass. The exact chain
 has nothing to refresh, so that it is that of model_lrt.py.
 """
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
 
 import model_lrt
 from model_gpt import apply_rope
-from model_lrt import Config, Context, norm, run_layers, shifted  # noqa: F401
+from model_lrt import Context, norm, run_layers, shifted
+
+
+@dataclass
+class Config(model_lrt.Config):
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.into_kv or self.projections == "layerwise":
+            raise ValueError("model=refresh needs memory=true, an inject with kv, and "
+                             "projections=shared")
 
 
 class FirstPass(Context):

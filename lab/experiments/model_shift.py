@@ -6,6 +6,9 @@ shift=layer     m_{t-1} is the previous token's input of the same layer: (2) to 
 shift=output    x_t <- x_t + lambda x_{t-1} after the last layer, with one scalar for the model
 values=false    the backbone has no value embeddings, which shows what these alone give
 
+shift=none, the default, is the backbone. memory= and source= follow from shift=, and other values
+of them have no effect.
+
 The models train and evaluate. They have no cache, so that sample_tokens=0 is needed.
 """
 from dataclasses import dataclass
@@ -25,7 +28,6 @@ class Config(model_lrt.Config):
     values: bool = True
 
     def __post_init__(self):
-        super().__post_init__()
         self.memory, self.source = self.shift == "layer", 0
         super().__post_init__()
 
