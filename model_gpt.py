@@ -59,8 +59,7 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields that all models have. Each is an option of a config file."""
-    block_size: int = 256        # tokens of a training sequence; with RoPE (but not in RAT) also
-                                 # the most keys of a call
+    block_size: int = 256        # tokens of a training sequence; RoPE's most keys (RAT: no limit)
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads

@@ -83,9 +83,9 @@ from model_gpt import (BaseConfig, Block, Context, LanguageModel, attention_bias
 class Config(BaseConfig):
     n_layer: int = 8             # unrolled layers, first and last too
     n_loop: int = 3              # R: recursions
-    # which stored block a layer uses (Table 5), for K = 2 and R = 3: cycle 0 1 0 1 0 1, sequence
-    # 0 0 0 1 1 1. middle_ has a first and a last layer of their own around them.
-    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")
+    # For K = 2 and R = 3, cycle is the blocks 0 1 0 1 0 1, and sequence is 0 0 0 1 1 1. middle_ has
+    # a first and a last layer around them, which are not shared.
+    share: str = choice("middle_cycle", "cycle", "sequence", "middle_sequence")  # blocks (Table 5)
     router: str = choice("expert", "token", "none")  # none: all take all, the baseline
     kv: str = choice("recursion", "share")  # keys: each recursion's own, or F_1's for all
     router_arch: str = choice("linear", "mlp", "wide_mlp")

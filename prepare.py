@@ -565,7 +565,7 @@ def clear_killed(folder):
         for found in parent.glob(f".{folder.name}.{8 * '?'}/{part}"):
             with contextlib.suppress(UserError):
                 lock(found.parent)
-                clear(found.parent, folder)
+                clear(found.parent, parent / folder.name)
 
 
 def clear(temporary, folder):

@@ -553,8 +553,8 @@ def read_request(line, n, model, tokenizer, cfg):
     checks the prompt and max_new_tokens of a line, because they are also its options."""
     given = {"id": n, "max_new_tokens": cfg.max_new_tokens}
     try:
-        # For a list, ** raises a TypeError. int("NaN") raises a ValueError: NaN is no JSON.
-        given |= {**json.loads(line, parse_constant=int)}
+        given |= {**json.loads(line)}       # for a list, ** raises a TypeError
+        json.dumps(given["id"], allow_nan=False)    # the answer repeats it, and NaN is no JSON
     except (ValueError, TypeError, RecursionError):
         raise UserError("not a JSON object") from None
     check_known(given, ["prompt", "max_new_tokens", "id"])

@@ -28,7 +28,7 @@ def pick_device(name, world=1):
         device = torch.device(f"cuda:{local}" if name == "cuda" else name)
         torch.ones(1, device=device).item()     # fails if this machine has no such device
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
-        if name == "cuda" and world > 1:
+        if name == "cuda" and world > 1 and torch.cuda.is_available():
             raise UserError(f"there is no GPU {local} for this process: start at most one process "
                             f"for each GPU") from e
         raise UserError(f"device={name} is not on this machine (device=auto finds one)") from e

@@ -59,8 +59,8 @@ class Tokenizer:
         return [i for ids in parts for i in ids.tolist()]
 
     def decode_bytes(self, ids) -> bytes:
-        """Return the bytes of ids. End-of-text has none. The bytes may end inside a character, in
-        the place of whose part the kind hf has U+FFFD."""
+        """Return the bytes of ids. End-of-text has none. The bytes may end inside a character. The
+        kind hf then has U+FFFD in place of the part."""
         ids = np.asarray(ids, dtype=np.int64)
         return self.spell(ids[ids != self.eot])
 

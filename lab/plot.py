@@ -23,8 +23,8 @@ def draw(file, panels, title=""):
             # Few points get markers.
             marker = "o" if len(curve) < 10 else ""
             color = lines[name].get_color() if name in lines else f"C{len(lines)}"
-            lines[name], = ax.plot(*zip(*curve), color=color, linewidth=1.2, marker=marker,
-                                   markersize=5)
+            line, = ax.plot(*zip(*curve), color=color, linewidth=1.2, marker=marker, markersize=5)
+            lines.setdefault(name, line)
         ax.set(**style)
         ax.grid(alpha=0.3)
     # One legend for all panels stands below them, where it hides no curve.

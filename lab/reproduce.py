@@ -50,7 +50,7 @@ from common.data import data_folder
 from common.options import (HERE, TrainConfig, UserError, asks_help, check_known, first_line,
                             load_yaml, lock, model_module, names, note, read_json, replace_file,
                             run_cli, sha256_of, split_args, typed_config)
-from lab.eval import EvalConfig
+from lab.eval import config_of
 from lab.plot import draw
 from prepare import tell_changes
 
@@ -164,7 +164,7 @@ def plan(experiment):
             run = runs[label, seed] = Run(experiment, label, row, seed, runs)
             try:
                 for options in row["evaluate"].values():
-                    typed_config(EvalConfig, split_args(options.split())[1])
+                    config_of(split_args(options.split())[1])
                 of_file = file_options(run)
             except UserError as e:
                 raise UserError(f"{experiment.name}.yaml: {label}: {e}") from None
@@ -194,7 +194,7 @@ def changed(run):
     """Return which of "text" and "model" have changed since the run was made, as far as its line of
     the results tells."""
     made, now = run.result or {}, made_from(run)
-    return [what for what in now if now[what] and made.get(what, now[what]) != now[what]]
+    return [what for what in now if now[what] and made.get(what) not in (None, now[what])]
 
 
 def made_from(run):
@@ -265,15 +265,17 @@ def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
 def start(run):
     """Start or resume the training of a run, and return its process. A run whose config file, text
     or model has changed since begins again. FOLDER.txt receives the output."""
-    options = json.dumps({**file_options(run), **made_from(run)}, sort_keys=True)
-    made_of = run.folder / "keys.json"
-    if not made_of.exists() or made_of.read_text() != options:     # it begins again
+    options, now, file = file_options(run), made_from(run), run.folder / "keys.json"
+    was = read_json(file) if file.exists() else {}
+    made = was.pop("made_from", {})     # None where a text was not yet prepared
+    if was != options or any(made.get(what) not in (None, now[what]) for what in now):
+        # It begins again.
         if run.folder.exists():
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True)
         if run.start:
             os.link(HERE / run.start, run.folder / "ckpt.pt")
-        made_of.write_text(options)
+        file.write_text(json.dumps({**options, "made_from": now}))
     with open(f"{run.folder}.txt", "w") as out:
         return python("train.py", *run.arguments, f"run={run.name}", "resume=auto", stdout=out,
                       OMP_NUM_THREADS=str(THREADS))

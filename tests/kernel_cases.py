@@ -15,7 +15,7 @@ PRECISION = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2
 
 
 def where(*precision):
-    """Return a parametrization of where an operator runs: the reference implementation in float64, and Triton."""
+    """Return a parametrization of where an operator runs: the plain implementation in float64, and Triton."""
     on_gpu = [pytest.param("cuda", *p, marks=pytest.mark.gpu) for p in precision]
     found = [("cpu", *PRECISION[0])] if INTERPRETED else [("cpu", torch.float64, 1e-10), *on_gpu]
     return pytest.mark.parametrize("device, dtype, tolerance", found)

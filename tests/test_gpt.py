@@ -34,7 +34,7 @@ def dense_heads(q, k, v, *positions, **more):
 
 
 def test_a_fork_of_base_config_alone_runs():
-    """BaseConfig's constants are the defaults of model_gpt's options."""
+    """BaseConfig's constants are the defaults of model_gpt's options, but for mlp."""
     base, ours = (model_gpt.Model(config(n_layer=1, mlp="gelu") if config is model_gpt.Config else config(n_layer=1))
                   for config in (model_gpt.BaseConfig, model_gpt.Config))
     base.load_state_dict(ours.state_dict())

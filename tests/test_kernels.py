@@ -1,4 +1,4 @@
-"""kernels.py computes its definitions. In float64 the reference implementations run, and on a GPU and in
+"""kernels.py computes its definitions. In float64 the plain implementations run, and on a GPU and in
 tests/interpreted_kernels.py the Triton code does."""
 import importlib.util
 import math

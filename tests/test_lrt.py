@@ -207,7 +207,7 @@ def test_the_papers_optimizer(kind):
             optimizer, rate, decay = "adamw", rates.get(own, 0.004 if gate else 0.5), 0
             betas = (0.96 if own == "beta" else 0.8), 0.95
             assert group["betas"] == betas and group["eps"] == 1e-10, name
-        assert group["kind"] == optimizer, name
+        assert group["optimizer"] == optimizer, name
         assert abs(group["lr"] / (rate * batch) - 1) < 1e-12 and abs(group["weight_decay"] - decay) < 1e-12, name
 
 

@@ -345,7 +345,7 @@ def test_optimizer_groups(name):
         groups = optim.parameter_groups(model, TrainConfig(model=name, optimizer=optimizer))
         decay = [(p.dim() >= 2) == (g["weight_decay"] > 0) for g in groups for p in g["params"]]
         assert all(decay) or optimizer == "muon" and hasattr(model, "nanochat_rates")
-        muon = {id(p) for g in groups if g["kind"] == "muon" for p in g["params"]}
+        muon = {id(p) for g in groups if g["optimizer"] == "muon" for p in g["params"]}
         matrices = {id(p) for n, p in model.named_parameters()
                     if p.dim() == 2 and n.split(".")[0] in ("first", "blocks", "last", "rec") and "embedding" not in n}
         assert muon <= matrices and bool(muon) == (optimizer == "muon")

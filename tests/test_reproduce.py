@@ -110,7 +110,7 @@ def test_two_callers(tmp_path, monkeypatch):
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     """A run also goes on if it was killed in its last evaluation. It starts from the beginning if its config file has
-    lost an option, or if its model or text is another."""
+    changed, or if its model or text is another."""
     calls, config = [], {"batch_size": 12, "dropout": 0.1}
     monkeypatch.setattr(reproduce, "python", lambda *command, **more: calls.append(command[-1]))
     monkeypatch.setattr(reproduce, "file_options", lambda run: config)
@@ -121,10 +121,15 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
         (run.folder / "pending.pt").touch()
         reproduce.start(run)
         assert (run.folder / "pending.pt").exists()
-        changed.popitem()
+        changed[max(changed)] = 0.2
         reproduce.start(run)
         assert not (run.folder / "pending.pt").exists()
-    assert calls == ["resume=auto"] * 5
+    made["text"] = None                                 # train.py prepares the text
+    reproduce.start(run)
+    (run.folder / "pending.pt").touch()
+    made["text"] = "a b"
+    reproduce.start(run)
+    assert calls == ["resume=auto"] * 7 and (run.folder / "pending.pt").exists()
 
 
 def test_what_tells_a_run_apart(tmp_path, monkeypatch):

@@ -158,7 +158,7 @@ def test_graphs_are_recorded_and_reused(monkeypatch):
 @pytest.mark.parametrize("case", few([("wavefront", dict(recurrent=False)), *itertools.product(
     ("wavefront", "tiled"), (dict(pos="rope", n_kv_head=1, qk_norm="full"), {}))], 2), ids=str)
 def test_schedules_agree_on_the_kernels(case, device, dtype, tolerance):
-    """On CUDA the reference implementations run in float64. Triton runs in float32 without tf32, and in
+    """On CUDA the plain implementations run in float64. Triton runs in float32 without tf32, and in
     interpreted_kernels.py."""
     schedule, sizes = case
     small, T = (dict(n_embd=16, n_head=2, chunk=4), 10) if INTERPRETED else ({}, 71)

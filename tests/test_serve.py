@@ -202,7 +202,7 @@ def test_cudnn_does_not_plan_for_each_shape():
 
 
 BAD = {
-    b"{": "not a JSON object", b'{"prompt": "a", "id": NaN}': "not a JSON object", b"[" * 100_000: "not a JSON object", b"[1]": "not a JSON object",
+    b"{": "not a JSON object", b'{"prompt": "a", "id": NaN}': "not a JSON object", b'{"prompt": "a", "id": 1e999}': "not a JSON object", b"[" * 100_000: "not a JSON object", b"[1]": "not a JSON object",
     b"{}": "the prompt is empty", b'{"prompt": "\\ud800"}': "is not valid Unicode text",
     b'{"prompt": "a", "max_new_tokens": true}': "max_new_tokens must be an int",
     b'{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be at least 1",
