@@ -661,15 +661,16 @@ def main(argv):
 
 
 def reproduce(plans, again=False):
-    """Do what is missing of {experiment: its runs}. With `again`, do the runs that have changed
-    too. Return what failed."""
+    """Do what is missing of {experiment: its runs}, the first seed of all rows first, so that rows
+    can be compared early. With `again`, do the runs that have changed too. Return what failed."""
     OUT.mkdir(exist_ok=True)
     lock(OUT)                   # a second reproduction at the same time ends here
     if again:
         forget([run for runs in plans.values() for run in runs])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # train_all stops its runs
     jobs = 1 if "gpu" in {experiment.tier for experiment in plans} else JOBS
-    failed = train_all(missing([run for runs in plans.values() for run in runs]), jobs)
+    by_seed = [run for runs in plans.values() for run in sorted(runs, key=lambda run: run.seed)]
+    failed = train_all(missing(by_seed), jobs)
     return failed + [command for e, runs in plans.items() for command in measure(e, runs)]
 
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,7 +21,7 @@ import torch
 import prepare
 from common.checkpoint import load_start
 from common.data import load_data
-from common.options import UserError, merge, split_args
+from common.options import UserError, merge, split_args, unlock
 from conftest import ROOT, move
 from lab import reproduce
 from lab.plot import draw
@@ -106,6 +107,15 @@ def test_two_callers(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is in use"):
         reproduce.reproduce({})
     os.close(other)
+
+
+def test_the_first_seed_of_all_rows_comes_first(tmp_path, monkeypatch):
+    experiment, trained = reproduce.Experiment("mine", "a trial", "cpu", seeds=2, rows={"a": "", "b": "init_from={a}"}), []
+    for name, value in (("OUT", tmp_path), ("train_all", lambda runs, jobs: trained.extend(runs) or []), ("signal", Mock())):
+        monkeypatch.setattr(reproduce, name, value)
+    reproduce.reproduce({experiment: reproduce.plan(experiment)})
+    unlock(tmp_path)
+    assert [(run.label, run.seed) for run in trained] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
