@@ -59,7 +59,7 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields that all models have. Each is an option of a config file."""
-    block_size: int = 256        # tokens of a training sequence; RoPE's most keys (RAT: no limit)
+    block_size: int = 256        # tokens of a training sequence; the most keys with RoPE (not RAT)
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads
@@ -179,9 +179,9 @@ class Context:
                        masks in another way"""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=None):
-        """x (B, T, C) are the embeddings, of which only T, the dtype and the device are read. (In a
-        call with a cache x is an uninitialized (B, T).) pos and k_pos are None in a plain pass, in
-        which tokens and keys have the positions 0 .. T - 1.
+        """x (B, T, C) are the embeddings, of which only T, the dtype and the device are read. In a
+        call with a cache, x is uninitialized and has the shape (B, T). pos and k_pos are None in a
+        plain pass, in which tokens and keys have the positions 0 .. T - 1.
         causal says that the keys are those of all earlier tokens, followed by those of the call's
         tokens, so that the order of the keys alone gives the mask. has_bias says whether there is a
         bias. By default (None) there is one only where the causal mask is not enough, because

@@ -252,7 +252,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(C, G * D, bias=False)
         self.wv = nn.Linear(C, G * D, bias=False)
         self.wo = nn.Linear(H * D, C, bias=False)
-        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve: gates VE_l, makes no values
+        self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, the gate of VE_l; not Wv
         self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
         layerwise = cfg.into_kv and cfg.projections == "layerwise"
         # Without its own projections a layer uses context.kv_rec, which all layers share.
@@ -332,8 +332,8 @@ class Tokens(NamedTuple):
 
 
 class Context:
-    """The layers of a pass over n positions read this. (It is no subclass of model_gpt.Context, as
-    each pass of a call makes one.)
+    """The layers of a pass over n positions read this. (It is no subclass of model_gpt.Context,
+    because each pass of a call makes one.)
 
     x0, ve, rope, pos       the Tokens of the positions
     previous                their m_{t-1}, (B, n, C), or (B, 1, C) where all read the same one

@@ -49,8 +49,7 @@ only where it calls attend_tokens: in a call into an empty cache, with several t
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K, and g for the gate
 a. Three things are in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias
 b_g, G = 2, and that head h reads group h % G. This file differs from their code in these points:
-- The recurrence runs in float32 or better here, and in bfloat16 there. Attention reads its states
-  in the dtype of q here, too.
+- k~ and v~ are float32 or better here, and bfloat16 there. (3) reads them in q's dtype here, too.
 - b_g has no weight decay here, as norms have none. There it decays, which makes gates forget
   faster.
 - norm_eps is 1e-5 here, and 1e-6 there.

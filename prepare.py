@@ -17,7 +17,7 @@ dataset    python            *.py of the interpreter's standard library, without
            hf:PATH           a table (.jsonl, .csv, .parquet), or the tables below a folder
 tokenizer  byte              256 byte values; vocabulary 257
            char              the distinct characters of the text (of the hub: of its first 200 MB)
-           bpe:SIZE          byte-pair encoding, trained on 200 MB of train; SIZE tokens in all
+           bpe:SIZE          byte-pair encoding, SIZE tokens in all, of train's first 200 MB
            gpt2              GPT-2's (downloaded once, or read from TIKTOKEN_CACHE_DIR)
            hf:PATH_OR_NAME   a Hugging Face model's BPE: a folder with tokenizer.json, or a hub name
 

@@ -29,7 +29,6 @@ with a larger max_steps=, a learning rate that has fallen rises again.
 """
 import bisect
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -323,7 +322,7 @@ def check_graph(cfg, procs):
     """UserError if compile=graph is given where no step can be recorded."""
     one_gpu = procs.world == 1 and graphs.recordable(torch.empty(0, device=procs.device))
     if cfg.compile == "graph" and not cfg.eval_only and not one_gpu:
-        missing = ", and triton is missing" * (importlib.util.find_spec("triton") is None)
+        missing = ", and triton is missing" * (not graphs.has_triton())
         raise UserError(f"compile=graph needs triton and one process on a CUDA GPU, but this run "
                         f"has {procs.world} on {procs.device.type}{missing}: compile=auto runs "
                         f"anywhere")

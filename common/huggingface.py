@@ -214,8 +214,8 @@ UNREAD = {"_name_or_path", "architectures", "dtype", "transformers_version", "ro
 
 # An end-of-text token is one of these where a model's files name none.
 EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"
-# Every byte of UTF-8 stands in one of these characters. The last ones are often changed by
-# tokenizers.
+# Every byte of UTF-8 stands in one of these characters, and so do capitals, digits and quotes of
+# all kinds. Tokenizers often change the last ones.
 CODES = [*range(0x100), *range(0x100, 0x1000, 64), *range(0x1000, 0x10000, 4096),
          *range(0x10000, 0x110000, 0x40000), 0x100000, 0x301, 0x212b, 0xfb01, 0xff21, 0x338f,
          0x2026, 0x201c, 0x201d, 0x3000, 0x200b, 0x200d, 0x2028, 0xfeff, 0xfffd, 0x2581]

@@ -86,10 +86,10 @@ OF_TEXT = {"lengths", "batches", "dataset", "data_dir"}
 OF_TASKS = {"prefill", "num_fewshot", "limit", "include_path"}
 
 
-def config_of(given, of_run=()):
+def config_of(given, **of_run):
     """Return the EvalConfig of the options `given`, which are text, and of those of a run.
     UserError for an option that this kind of evaluation does not read."""
-    cfg = typed_config(EvalConfig, {**dict(of_run), **given})
+    cfg = typed_config(EvalConfig, {**of_run, **given})
     if unused := given.keys() & (OF_TEXT if cfg.tasks else OF_TASKS):
         how = "with" if cfg.tasks else "without"
         raise UserError(f"{min(unused)}= has no meaning {how} tasks=")
@@ -342,7 +342,7 @@ def main(argv):
     (path,), given = split_args(argv, least=1, most=1)
     ckpt = load_checkpoint(path)
     of_run = {key: ckpt["config"][key] for key in ("batch_size", "dataset", "data_dir")}
-    cfg = config_of(given, of_run)
+    cfg = config_of(given, **of_run)
     of_model = "block_size", "exit_loop", "prefill"
     changed = {key: getattr(cfg, key) for key in of_model if given.get(key)}
     device = pick_device(cfg.device)

@@ -180,8 +180,8 @@ def file_options(run):
     that the command gives. In the run's line of the results they are called `keys`. UserError if
     the command gives an option that the model has not."""
     file = run.options.get("config", f"configs/{run.options.get('model', 'gpt')}_tiny.yaml")
-    needed = "config" in run.options or (HERE / file).exists()
-    values = {"model": "gpt", **(load_yaml(HERE / file) if needed else {}), **run.options}
+    of_file = load_yaml(HERE / file) if "config" in run.options or (HERE / file).exists() else {}
+    values = {"model": "gpt", **of_file, **run.options}
     schemas = TrainConfig, model_module(values["model"]).Config
     check_known(run.options, names(*schemas))
     default = {f.name: f.default for schema in schemas for f in fields(schema)}
@@ -190,10 +190,11 @@ def file_options(run):
                                if name not in given and value != default.get(name)}}
 
 
-def changed(run):
-    """Return which of "text" and "model" have changed since the run was made, as far as its line of
-    the results tells."""
-    made, now = run.result or {}, made_from(run)
+def changed(run, made):
+    """Return which of "text" and "model" have changed since the run was made, as far as `made`
+    tells, which is its line of the results or what start has written. A text that was not yet
+    prepared is None there."""
+    now = made_from(run)
     return [what for what in now if now[what] and made.get(what) not in (None, now[what])]
 
 
@@ -265,17 +266,16 @@ def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
 def start(run):
     """Start or resume the training of a run, and return its process. A run whose config file, text
     or model has changed since begins again. FOLDER.txt receives the output."""
-    options, now, file = file_options(run), made_from(run), run.folder / "keys.json"
+    options, file = file_options(run), run.folder / "keys.json"
     was = read_json(file) if file.exists() else {}
-    made = was.pop("made_from", {})     # None where a text was not yet prepared
-    if was != options or any(made.get(what) not in (None, now[what]) for what in now):
-        # It begins again.
+    made = was.pop("made_from", {})
+    if was != options or changed(run, made):        # it begins again
         if run.folder.exists():
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True)
         if run.start:
             os.link(HERE / run.start, run.folder / "ckpt.pt")
-        file.write_text(json.dumps({**options, "made_from": now}))
+        file.write_text(json.dumps({**options, "made_from": made_from(run)}))
     with open(f"{run.folder}.txt", "w") as out:
         return python("train.py", *run.arguments, f"run={run.name}", "resume=auto", stdout=out,
                       OMP_NUM_THREADS=str(THREADS))
@@ -464,7 +464,8 @@ def cell(results, what):
 
 
 def table(experiment, rows):
-    """Return the table in Markdown. `rows` is {label: the results of its seeds}."""
+    """Return the table in Markdown. `rows` is {label: the results of its seeds}. A note names each
+    value that no result has."""
     lines = ["| | " + " | ".join(experiment.columns) + " |",
              "|---" * (len(experiment.columns) + 1) + "|"]
     for label, results in rows.items():
@@ -476,7 +477,8 @@ def table(experiment, rows):
                  for title, what in experiment.columns.items()]
         if any(cells):          # a row that only others start from may have no values
             lines.append("| " + " | ".join([label + few, *cells]) + " |")
-    for name in {what.split()[0] for what in experiment.columns.values() if " " in what}:
+    names_of = (what.split()[0] for what in experiment.columns.values() if " " in what)
+    for name in dict.fromkeys(names_of):
         if all(look_up(result, name) is None for results in rows.values() for result in results):
             note(f"no result of {experiment.name} has a value {name}")
     return "\n".join([*lines, "", ""])
@@ -620,7 +622,7 @@ def show(experiment, runs):
     print(f"{experiment.tier:5} {experiment.name:17} {len(runs) - len(rest):3} of {len(runs):3} "
           f"runs done, {duration(minutes):>10} of a core left"
           + f", {left} of {len(calls)} benchmarks left" * bool(left) + f": {experiment.title}")
-    others = {run: changed(run) for run in runs}
+    others = {run: changed(run, run.result or {}) for run in runs}
     if count := sum(map(bool, others.values())):
         what = " and ".join(sorted(set(sum(others.values(), []))))
         note(f"{count} of these runs were made with another {what}; "
@@ -631,7 +633,7 @@ def forget(runs):
     """Drop the results and folders of the runs whose text or model has changed, and of the runs
     that start from these, so that they begin again."""
     for run in runs:
-        if changed(run) or any(other.result is None for other in run.needs):
+        if changed(run, run.result or {}) or any(other.result is None for other in run.needs):
             run.result = None
             shutil.rmtree(run.folder, ignore_errors=True)
 
