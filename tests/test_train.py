@@ -408,7 +408,9 @@ def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
     """No other run can have the folder until then."""
     argv = runs.arguments("gpt", tmp_path, data_dir, "max_steps=1000000", "eval_interval=5")
     p = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE)
+                         stderr=subprocess.PIPE,
+                         # A shell starts `pytest &` with SIGINT ignored, which the child would inherit.
+                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not (tmp_path / "r" / "ckpt.pt").exists() and p.poll() is None:
         time.sleep(0.05)
     for key in "resume=true", "overwrite=true":
