@@ -331,7 +331,8 @@ def record(run):
     for name, options in run.row["evaluate"].items():
         with open(f"{run.folder}.txt", "a") as messages:
             process = python("-m", "lab.eval", f"out/{run.name}", *options.split(),
-                             stdout=subprocess.PIPE, stderr=messages)
+                             stdout=subprocess.PIPE, stderr=messages,
+                             OMP_NUM_THREADS=str(THREADS))
             output = process.communicate()[0]
         if process.returncode:
             return False
