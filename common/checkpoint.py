@@ -3,8 +3,8 @@ Checkpoints and the log. A run leaves both. A checkpoint is one file, which is r
 and verified when it is read. It can be exported:
 
     python -m common.checkpoint out/gpt_tiny export=gpt.pt
-        a file without the optimizers, which has about a third of the size. sample.py, serve.py,
-        lab.eval and init_from= read it.
+        a file without the optimizers, which has about a third of the size (AdamW) or half of
+        it (Muon). sample.py, serve.py, lab.eval and init_from= read it.
     python -m common.checkpoint out/relaxed_tiny export=hf/relaxed
         a folder in Hugging Face's format, a Llama, Mistral, Qwen3 or Gemma. The loops of relaxed,
         and of mor without a router, are unrolled up to exit_loop.

@@ -23,7 +23,7 @@ from common.tokenizer import (HUB_NAME, HFTokenizer, byte_signs, check_back, no_
 # ---- weights ----
 
 def from_pretrained(path):
-    """A model_gpt from a Llama-family folder (config.json and safetensors) or a hub name, as
+    """Return a model_gpt from a Llama-family folder (config.json and safetensors) or a hub name, as
     transformers reads it. ValueError or UserError names what model_gpt does not compute."""
     folder = hub_folder(path, ["config.json", "model*.safetensors", "*.index.json"])
     theirs = load_llama(folder)
@@ -79,7 +79,7 @@ FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
 # The first name of an activation is written, all of them are read.
 ACTS = {"swiglu": ("silu", "swish"),
         "geglu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")}
-# For each family: whether it has qk_norm and a window, its mlp, and scale_embeddings.
+# The values of a family are: has it qk_norm, has it a window, its mlp, scale_embeddings.
 FAMILIES = {"llama": (False, False, "swiglu", False),
             "mistral": (False, True, "swiglu", False),
             "qwen3": (True, False, "swiglu", False),
@@ -88,9 +88,9 @@ FAMILIES = {"llama": (False, False, "swiglu", False),
 
 @torch.no_grad()
 def unrolled(model):
-    """The model_gpt that computes the same as a model. A relaxed model is unrolled up to exit_loop,
-    with each use's W' + B A in a layer of its own, and so is a MoR without router. UserError for
-    other models."""
+    """Return the model_gpt that computes the same as a model. A relaxed model is unrolled up to
+    exit_loop, with each use's W' + B A in a layer of its own, and so is a MoR without router.
+    UserError for other models."""
     c, gpt = model.cfg, model_module("gpt")
     if type(model) is gpt.Model:
         return model
@@ -246,9 +246,9 @@ def hf_tokenizer(name) -> HFTokenizer:
 
 
 def read_tokenizer(text, eos=None) -> HFTokenizer:
-    """Return the tokenizer of a tokenizer.json. Truncation, padding and dropout are left out,
-    because ids are to depend on the text alone, and so is what adds special tokens. eos is the
-    end-of-text token, which is found among EOS_TOKENS where it is None."""
+    """Return the tokenizer of a tokenizer.json. Truncation, padding, dropout and what adds
+    special tokens are left out, because ids must depend on the text alone. eos is the end-of-text
+    token, which is found among EOS_TOKENS where it is None."""
     data = {**json.loads(text), "truncation": None, "padding": None, "post_processor": None}
     data["model"].pop("dropout", None)
     library = need("tokenizers").Tokenizer.from_str(json.dumps(data))

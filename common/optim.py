@@ -15,11 +15,12 @@ from common.sharded import sharded_like
 
 # nanochat's groups, as the LRT paper has them (Appendix A). They are used if optimizer=muon and the
 # model has nanochat_rates, as LRT does. Each kind has AdamW's learning rate, in units of
-# learning_rate, and beta1. alpha and beta are LRT's factors of x and x0 (model_lrt.py), and by_kind
-# says what the other kinds are. The paper counts gates as scalars. At the paper's learning_rate,
-# 0.004, scalars learn at 125 * 0.004 = 0.5. At this rate the input of a gate's sigmoid would move
-# by many units a step, because it is a sum over all channels. So here gates learn at the rate
-# that the head has at width 768. Muon is torch's, without nanochat's additions.
+# learning_rate, and beta1. alpha and beta are LRT's factors of x and x0. by_kind says what matrix,
+# embedding and scalar are, and parameter_kinds of model_lrt.py has the others. The paper counts
+# gates as scalars. At the paper's learning_rate, 0.004, scalars learn at 125 * 0.004 = 0.5. At this
+# rate the input of a gate's sigmoid would move by many units a step, because it is a sum over all
+# channels. So here gates learn at the rate that the head has at width 768. Muon is torch's, without
+# nanochat's additions.
 NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
                 beta=(125, 0.96), scalar=(125, 0.8))
 MOMENTUM = 0.95     # Muon's momentum (see muon_momentum_steps)

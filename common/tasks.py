@@ -44,8 +44,9 @@ two pairs:
 
 s3 (6), s5 (120). These tasks track a state. Tokens are permutations of 3 or 5 elements, numbered as
 itertools.permutations lists them. A target is the composition of all tokens so far, of which the
-first is applied first. (Attention without absolute positions cannot tell p from p p, so that a
-plain Transformer gets at most 31 of 36 rows of s3 wholly right.)
+first is applied first. (Attention without absolute positions cannot tell a row
+that begins with p p from one that begins with p, unless p is the identity. So a plain Transformer
+gets at most 31 of 36 rows of s3 wholly right.)
     inputs    1  2  2  5
     targets   1  3  1  4
 

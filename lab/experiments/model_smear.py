@@ -8,7 +8,7 @@ smear=keys          a token's key is a mean of its own key and the previous toke
 smear=embeddings    x_i <- x_i + a x_{i-1} below the first layer, one a for each channel
 
 One layer can copy with such keys (Olsson et al. 2022, "In-context Learning and Induction Heads").
-smear=keys is the control without recurrence, so that it needs recurrent=false.
+smear=keys needs recurrent=false, because it is the control without recurrence.
 """
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
 """A Transformer with moving averages in the place of attention:
 
-    h_t = g h_{t-1} + (1 - g) v_t,  out = W_o (silu(z_t) * h_t),  g = sigmoid(b)
+    z_t = W_z x_t,  v_t = W_v x_t,  h_t = g h_{t-1} + (1 - g) v_t,  out = W_o (silu(z_t) * h_t),  g = sigmoid(gate)
 
-b is learned, one for each channel. A cache holds one state for each layer and row."""
+gate is learned, one number for each channel. A cache holds one state for each layer and row."""
 from dataclasses import dataclass
 
 import torch

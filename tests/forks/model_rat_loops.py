@@ -1,4 +1,5 @@
-"""RAT's layers in Relaxed's loops. The blocks are tied, and they have no deltas of their own."""
+"""RAT's layers in Relaxed's loops. The blocks are tied. They have no deltas, so that rank=, init= and lora_init= of
+Relaxed change nothing."""
 from dataclasses import dataclass
 
 import model_rat
