@@ -488,6 +488,8 @@ def prepare(cfg) -> Path:
     """Make the data set and return its folder. If the data set exists, with the same settings, it
     is left as it is. UserError for bad input, no network or no space."""
     check_settings(cfg)
+    if cfg.name in ("python", "shakespeare", *HELD_OUT):    # dataset=NAME would be ambiguous
+        raise UserError(f"name={cfg.name} is the name of a data set itself: choose another")
     name = check_name(cfg.name or folder_name(cfg))
     folder = Path(cfg.data_dir) / name
     try:

@@ -66,7 +66,8 @@ from common.device import pick_device
 from common.options import (UserError, check_known, choice, read_text, run_cli, split_args,
                             typed_config)
 from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
-from sample import Decoding, Sampling, check_finite, check_prompts, next_tokens
+from sample import (Decoding, Sampling, check_finite, check_prompts, next_tokens,
+                    read_prompts)
 
 
 # ---- the engine: who goes next ----
@@ -501,7 +502,7 @@ class EngineOptions(Decoding):
 @dataclass
 class ServeConfig(Sampling, EngineOptions):
     requests: str = ""              # the file of requests, one JSON object a line
-    prompt: str = ""                # or one text to continue, in colours
+    prompt: str = ""                # or a text to continue, in colours (FILE:PATH, LINES:PATH)
 
 
 def main(argv):
@@ -533,9 +534,10 @@ def loop_fractions(loops, n_loop):
 
 
 def read_requests(model, tokenizer, cfg):
-    """Return the requests of the file, or the one of prompt=. A UserError names a bad line."""
+    """Return the requests of the file, or those of prompt=. A UserError names a bad line."""
     if cfg.prompt:
-        return [read_request(json.dumps({"prompt": cfg.prompt}), 1, model, tokenizer, cfg)]
+        return [read_request(json.dumps({"prompt": text}), n, model, tokenizer, cfg)
+                for n, text in enumerate(read_prompts(cfg.prompt), 1)]
     text, requests = read_text(cfg.requests, f"requests={cfg.requests}"), []
     for n, line in enumerate(text.split("\n"), 1):
         try:

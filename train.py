@@ -290,11 +290,11 @@ def setup(argv):
         try_micro_step(run)
         if cfg.compile == "graph":
             run.recorded = record_micro_step(run)
-    if cfg.resume == "true":
+    if cfg.eval_only and ckpt is not None:
+        run.step = ckpt["step"]
+    elif cfg.resume == "true":
         check_teacher(run, ckpt, "teacher" in given)
         restore(run, ckpt)
-    elif cfg.eval_only and ckpt is not None:
-        run.step = ckpt["step"]
     run.replaces = cfg.overwrite and newest(run.folder).exists() or is_replacing(run.folder)
     # The sum makes each process wait for all others. So all have read the folder before the first
     # one writes to it.
@@ -311,11 +311,14 @@ def setup(argv):
 
 def check_new(cfg):
     """UserError if the folder holds a checkpoint and the options do not say what is to happen to
-    it."""
-    allowed = cfg.resume == "true" or cfg.overwrite or cfg.eval_only
-    if newest(cfg.folder).exists() and not allowed:
-        raise UserError(f"{cfg.folder} holds a checkpoint: resume=true goes on from it, "
-                        f"overwrite=true replaces it, run=NAME starts another run")
+    it. Its ckpt.pt may have been removed and best.pt kept."""
+    if cfg.resume == "true" or cfg.overwrite or cfg.eval_only:
+        return
+    for file, use in ((newest(cfg.folder), "resume=true goes on from it"),
+                      (cfg.folder / "best.pt", "init_from= takes its weights")):
+        if file.exists():
+            raise UserError(f"{file} is a checkpoint: {use}, overwrite=true replaces it, "
+                            f"run=NAME starts another run")
 
 
 def check_graph(cfg, procs):
@@ -502,7 +505,7 @@ def check_teacher(run, ckpt, named):
     """UserError if the teacher is not the one that the run began with. If the command line names
     the teacher (`named`), a note tells this instead."""
     was = ckpt.get("teacher", run.taught_by)        # older checkpoints do not have it
-    if was == run.taught_by or run.cfg.eval_only:
+    if was == run.taught_by:
         return
     if not named:
         path = run.cfg.teacher
@@ -808,7 +811,8 @@ def main(argv):
     if run.cfg.eval_only:
         result = evaluate(run)
         if not math.isfinite(result["val_ce"]):
-            raise UserError(f"val_ce is {result['val_ce']}: the weights are broken")
+            raise UserError(f"val_ce is {result['val_ce']}: the weights are broken, or lrt's chain "
+                            f"overflows")
         if run.procs.master:
             print(in_words(result))
         run.procs.meet()

@@ -92,7 +92,7 @@ def load_checkpoint(path):
         state["model_config"] = known(state["model_config"], names(schema), path)
         typed_config(schema, state["model_config"])
     except UserError as e:
-        raise UserError(f"{path} is not a checkpoint of a run: {e}") from e
+        raise UserError(f"{path} cannot be loaded: {e}") from e
     return state
 
 
@@ -123,7 +123,11 @@ def build_model(ckpt, **overrides):
     for name in sorted(values.keys() - names(module.Config)):
         raise UserError(f"{name}={values[name]} is no option of model={ckpt['model']}")
     try:
-        model = module.Model(module.Config(**values))
+        cfg = module.Config(**values)
+    except ValueError as e:
+        raise UserError(first_line(e)) from e
+    try:
+        model = module.Model(cfg)
         if "converts" in ckpt:                  # the weights are another model's
             module.convert(model, ckpt["weights"])
         else:
@@ -173,6 +177,8 @@ def load_initial(path, option="init_from"):
     checkpoint of model=gpt, without a tokenizer and a run's other fields."""
     with contextlib.suppress(FileNotFoundError):
         return load_checkpoint(path)
+    if (Path(path) / "log.jsonl").exists():
+        raise UserError(f"{option}={path}: this run has no checkpoint yet")
     from common.huggingface import from_pretrained
     try:
         model = from_pretrained(path)

@@ -184,7 +184,8 @@ class Windows:
         """Return the number of places where a window can start. UserError if there is none."""
         if data.tokens < self.length:
             raise UserError(f"block_size={self.length - 1} is too long for {data.folder}: its "
-                            f"{data.split} text has {data.tokens} tokens")
+                            f"{data.split} text has {data.tokens} tokens, so that "
+                            f"{data.tokens - 1} is the most")
         return data.tokens - self.length + 1
 
     def val_batches(self, limit):

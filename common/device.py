@@ -31,7 +31,8 @@ def pick_device(name, world=1):
         if name == "cuda" and world > 1 and torch.cuda.is_available():
             raise UserError(f"there is no GPU {local} for this process: start at most one process "
                             f"for each GPU") from e
-        raise UserError(f"device={name} is not on this machine (device=auto finds one)") from e
+        raise UserError(f"device={name} cannot be used: {first_line(e)} (device=auto finds "
+                        f"another)") from e
     return device
 
 

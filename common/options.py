@@ -155,7 +155,7 @@ def split_args(argv, least=0, most=0):
     (["out/a=1/r"], {"n": "3"}). If an option is given twice, the last one holds. UserError if there
     are fewer than `least` paths or more than `most`. None as `most` allows any number."""
     for arg in argv:
-        if arg.startswith("--"):
+        if arg.startswith("-"):
             raise UserError(f"options have no dashes here: {arg.lstrip('-')}")
     given = dict(arg.split("=", 1) for arg in argv if is_option(arg))
     paths = [home(arg) for arg in argv if not is_option(arg)]
@@ -226,7 +226,7 @@ def typed_config(schema, values):
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
     check_known(values, kinds)
     for name, value in values.items():
-        if name in allowed and isinstance(value, bool):     # YAML reads compile: true as a bool
+        if name in allowed and str(value).lower() in ("true", "false"):     # YAML has a bool here
             value = str(value).lower()
         typed[name] = typed_value(name, value, kinds[name])
         if typed[name] not in allowed.get(name, [typed[name]]):
@@ -344,13 +344,13 @@ def model_module(name):
         found = sorted(p.stem.removeprefix("model_") for p in HERE.glob("model_*.py"))
         raise UserError(f"model={name} is unknown: the models are {', '.join(found)}")
     module = importlib.import_module(f"model_{name}")
-    config, needs = getattr(module, "Config", None), {"block_size", "vocab_size"}
+    config, needs = getattr(module, "Config", None), {"block_size", "vocab_size", "fast"}
     if not (isinstance(config, type) and is_dataclass(config) and needs <= {*names(config)}
             and all(f.default is not MISSING for f in fields(config))
             and {"state_dict", "flops_per_token"} <= {*dir(getattr(module, "Model", None))}):
         raise UserError(f"{module.__file__} is not a model file: it needs a dataclass Config with "
-                        f"block_size, vocab_size and a default for each field, and a torch module "
-                        f"Model with flops_per_token")
+                        f"block_size, vocab_size, fast and a default for each field, and a torch "
+                        f"module Model with flops_per_token")
     for option, kind in typing.get_type_hints(config).items():
         if option in names(config) and kind not in (int, float, bool, str):
             raise UserError(f"{module.__file__}: the type of {option} must be int, float, bool or "
@@ -381,9 +381,9 @@ def plain_name(text) -> str:
 LOCKS = {}      # {folder: its open descriptor}, for the folders that this process has locked
 
 
-def lock(folder):
+def lock(folder, what="run of this name"):
     """Keep a folder for this process. The kernel releases the lock when the process ends, however
-    it ends. UserError if another process has the folder."""
+    it ends. UserError if another process has the folder; `what` says what it does there."""
     folder = folder.absolute()
     if folder in LOCKS or fcntl is None:
         return
@@ -392,7 +392,7 @@ def lock(folder):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         unlock(folder)
-        raise UserError(f"{folder} is in use: another run of this name goes on") from None
+        raise UserError(f"{folder} is in use: another {what} goes on") from None
     except OSError:
         pass                                    # some network file systems have no locks
 
@@ -473,7 +473,9 @@ def need(module):
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except ImportError:
+    except ImportError as e:
+        if importlib.util.find_spec(package):
+            raise UserError(f"the package {package} cannot be imported: {first_line(e)}") from None
         raise UserError(f"the package {package} is missing: pip install {package}") from None
 
 
@@ -583,6 +585,7 @@ def merge(given, load):
         file = config_file({"model": ckpt["model"], **given})
         saved = {"model": ckpt["model"], **ckpt["model_config"]}
         left = {"fast"} | not_in_weights(ckpt) & named.keys()
+        tell_ignored(chosen(named, saved.keys() - left - given.keys()), saved)
     elif ckpt is not None:
         check_same_model(given.get("model", ckpt["model"]), ckpt)
         options = names(TrainConfig, model_module(ckpt["model"]).Config)
@@ -664,12 +667,11 @@ def not_in_weights(ckpt):
 
 
 def tell_ignored(file, saved):
-    """Print a note for each option of which a file has another value than the run. The run keeps
-    its own value."""
+    """Print a note for each option of which a file has another value than the checkpoint. The
+    checkpoint's value stays."""
     for name in sorted(file):
-        if file[name] != saved[name]:
-            note(f"{name}={saved[name]} is the run's own and stays; the file has {file[name]} (an "
-                 f"option on the command line would change it)")
+        if file[name] != saved[name] and str(file[name]).lower() != saved[name]:    # false, "false"
+            note(f"{name}={saved[name]} is the checkpoint's and stays; the file has {file[name]}")
 
 
 def chosen(values, names):

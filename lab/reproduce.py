@@ -96,19 +96,28 @@ class Experiment:
     picture: list = field(default_factory=list)     # panels {x, y: names; xscale, ylim, ...}
 
     def __post_init__(self):
+        if self.tier not in TIERS:
+            raise ValueError(f"tier must be one of {', '.join(TIERS)}, and not {self.tier!r}")
+        if not isinstance(self.bench, list):
+            raise ValueError("bench must be a list of arguments of lab.bench")
         own = {"options": "", "seeds": self.seeds, "minutes": self.minutes,
                "evaluate": self.evaluate}
         for label, row in self.rows.items():
             row = self.rows[label] = own | (row if isinstance(row, dict) else {"options": row})
             if unknown := row.keys() - {*own, *self.columns}:
                 raise ValueError(f"{label} has an unknown field {min(unknown)!r}")
+            if not isinstance(row["evaluate"], dict):
+                raise ValueError(f"evaluate of {label} must be NAME: options of lab.eval")
             if row["seeds"] not in range(1, max(QUANTILES) + 1):
                 raise ValueError(f"seeds of {label} must be from 1 to {max(QUANTILES)}")
         for what in self.columns.values():
             value, against, row = what.partition(AGAINST)
-            if what not in ("text", "options") and len(value.split()) != 2:
+            if what in ("text", "options"):
+                continue
+            if len(value.split()) != 2:
                 raise ValueError(f"column {what!r} must be `text`, `options`, or a name and a "
                                  f"format")
+            format(0.0, value.split()[1])       # ValueError if it is no format
             if against and row not in self.rows:
                 raise ValueError(f"column {what!r} is against no row")
 
@@ -137,14 +146,13 @@ class Run:
         options = f"{experiment.options} {row['options']} seed={seed} sample_tokens=0"
         for other in re.findall("{(.*?)}", options):
             if (other, seed) not in earlier:
-                raise UserError(f"{experiment.name}.yaml: {label} starts from {other!r}, which is "
-                                f"no row above it with seed {seed}")
+                raise UserError(f"it starts from {other!r}, which is no row above it with seed "
+                                f"{seed}")
             self.needs.append(earlier[other, seed])
             options = options.replace("{%s}" % other, f"out/{self.needs[-1].name}")
         self.options = split_args(options.split())[1]
         if taken := {"out_dir", "run", "resume"} & self.options.keys():
-            raise UserError(f"{experiment.name}.yaml: {label} has {min(taken)}=, which the "
-                            f"reproduction sets")
+            raise UserError(f"{min(taken)}= is set by the reproduction, and a row cannot have it")
         self.start = self.options.pop("from", "")   # the checkpoint that it goes on from
         self.arguments = [f"{name}={value}" for name, value in self.options.items()]
         options = " ".join(self.arguments)
@@ -161,8 +169,8 @@ def plan(experiment):
     lines, runs = read_results(experiment), {}
     for label, row in experiment.rows.items():
         for seed in range(1, row["seeds"] + 1):
-            run = runs[label, seed] = Run(experiment, label, row, seed, runs)
             try:
+                run = runs[label, seed] = Run(experiment, label, row, seed, runs)
                 for options in row["evaluate"].values():
                     config_of(split_args(options.split())[1])
                 of_file = file_options(run)
@@ -386,8 +394,14 @@ def results_file(experiment):
 def read_results(experiment):
     """Return {command: the last line that has it} of results/NAME.jsonl."""
     file = results_file(experiment)
-    lines = map(json.loads, file.read_text().splitlines() if file.exists() else [])
-    return {line["command"]: line for line in lines}
+    lines = {}
+    for n, text in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
+        try:
+            line = json.loads(text)
+        except ValueError as e:
+            raise UserError(f"{file}, line {n} is not JSON: {first_line(e)}") from None
+        lines[line["command"]] = line
+    return lines
 
 
 def append(experiment, line):
@@ -667,7 +681,7 @@ def reproduce(plans, again=False):
     """Do what is missing of {experiment: its runs}, the first seed of all rows first, so that rows
     can be compared early. With `again`, do the runs that have changed too. Return what failed."""
     OUT.mkdir(exist_ok=True)
-    lock(OUT)                   # a second reproduction at the same time ends here
+    lock(OUT, "lab.reproduce")  # a second one at the same time ends here
     if again:
         forget([run for runs in plans.values() for run in runs])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # train_all stops its runs

@@ -37,12 +37,14 @@ def world(tmp_path_factory, data_dir):
     for name, text in FILES.items():
         (root / name).write_text(text)
     (root / "latin.txt").write_bytes(b"caf\xe9")
-    for name in ("folder", "out/badstate", "out/pipe"):
+    for name in ("folder", "out/badstate", "out/pipe", "out/best", "out/started"):
         (root / name).mkdir()
+    (root / "out" / "started" / "log.jsonl").touch()
     for text, tokenizer, name in (data_dir / "words.txt", "char", "othertokenizer"), (root / "ä.txt", "byte", ""):
         prepare.prepare(prepare.PrepareConfig(f"file:{text}", tokenizer, str(root / "data"), name=name))
     state = checkpoint.load_checkpoint(out / "r" / "ckpt.pt")
     checkpoint.save_checkpoint(out / "badstate" / "ckpt.pt", {**state, "optimizers": ["x"]})
+    checkpoint.save_checkpoint(out / "best" / "best.pt", state)
     shutil.copytree(words, root / "data" / "pipebin", ignore=shutil.ignore_patterns("val.bin"))
     for path in ("data/pipebin/val.bin", "out/pipe/ckpt.pt", "pipe"):
         os.mkfifo(root / path)
@@ -56,13 +58,16 @@ TRAIN = [
     (["block_size=1000000"], "block_size=1000000 is too long"),
     (["vocab_size=100"], "vocab_size=100 is less than the data's 257"),
     (["beta2=1"], "beta2=1.0 must be at least 0 and at most 0.99999"),
-    (["compile=maybe"], "compile=maybe must be one of"), (["device=tpu9"], "device=tpu9 is not on this machine"),
+    (["compile=maybe"], "compile=maybe must be one of"), (["device=tpu9"], "device=tpu9 cannot be used: "),
     (["model=nothing"], "model=nothing is unknown: the models are gpt, "), (["run=../escape"], "run '../escape' is not allowed"),
     (["fsdp=true"], "needs several processes: torchrun"),
     (["out_dir=afile"], "afile/fresh: Not a directory"), (["max_flops=1000"], "max_flops sets max_steps: give one of the two"),
     # resuming and other checkpoints
-    (["run=r"], "holds a checkpoint: resume=true goes on from it"),
+    (["run=r"], "ckpt.pt is a checkpoint: resume=true goes on from it"),
     (["resume=true", "run=never"], "never/ckpt.pt: No such file"),
+    (["run=best"], "best.pt is a checkpoint: init_from= takes its weights"),
+    (["resume=auto", "run=best"], "best.pt is a checkpoint: init_from= takes its weights"),
+    (["init_from=out/started"], "init_from=out/started: this run has no checkpoint yet"),
     (["resume=true", "run=r", "n_embd=32"], "n_embd=32 does not fit the checkpoint, whose model has n_embd=16"),
     (["resume=true", "run=r", "optimizer=muon"], "another optimizer"),
     (["dataset=othertokenizer", "resume=true", "run=r"], "was trained with tokenizer byte"),
@@ -81,7 +86,7 @@ TRAIN = [
     (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
     (["dataset=task:s3", "batch_size=1_000_000_000_000"], "batch_size=1000000000000 examples of block_size=16 are too many"),
     (["dataset=task:s3", "block_size=200_000"], "is too long for the 1280 examples of an evaluation: it must be at most 104857"),
-    (["--n_layer=3"], "options have no dashes here: n_layer=3"), (["n_embd=4611686018427387904"], "not enough memory: "),
+    (["-n_layer=3"], "options have no dashes here: n_layer=3"), (["n_embd=4611686018427387904"], "not enough memory: "),
     (["init_from=out/gtp_tiny"], "neither a folder nor a hub name"),
     # config files
     (["config=pipe"], "pipe cannot be read"), (["config=number.yaml"], "model must be text without a zero byte (in YAML: in quotes)"),
@@ -114,7 +119,7 @@ BENCH = [
 ]
 EVAL = [
     (["out/r", "tasks=piqa", "prefill=exact"], "prefill=exact is no option of model=gpt"),
-    (["out/r", "exit_loop=2"], "exit_loop"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
+    (["out/r", "exit_loop=2"], "exit_loop"), (["out/relaxed", "exit_loop=9"], "error: exit_loop=9 must"), (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"),
     (["out/r", "lengths=half"], "lengths=half must be whole numbers: 1,2,4"),
     (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"), (["out/r", "dataset=task:s3"], "which is not the one of the data set (task, 6"),
     (["out/r", "dataset=task:s4"], "dataset=task:s4 is unknown: the tasks are"),
@@ -122,13 +127,13 @@ EVAL = [
 SERVE = [
     (["requests="], "give requests=FILE"), (["requests=no.jsonl"], "no.jsonl cannot be read: No such"),
     (["prompt=a", "exit=never"], "exit=never: static:1 to static:2, confidence:P"),
-    (["requests=empty.txt"], "empty.txt is empty"), (["prompt=a", "slots=0"], "slots=0 must be at least"),
+    (["requests=empty.txt"], "empty.txt is empty"), (["prompt=LINES:empty.txt"], "empty.txt is empty"), (["prompt=a", "slots=0"], "slots=0 must be at least"),
     (["prompt=a", "dtype=half"], "dtype=half must be one of: auto, float32, bfloat16"),
 ]
 PREPARE = [
     (["dataset=file:latin.txt"], "0 documents of UTF-8 text, 1 others"), (["dataset=file:nothing*.txt"], "and none match it"),
     (["dataset=pyton"], "the data sets are python, "), (["tokenizer=bpe:257"], "the size must be 258 to"),
-    (["tokenizer=morse"], "the tokenizers are byte, "), (["val_fraction=0"], "val_fraction must"),
+    (["tokenizer=morse"], "the tokenizers are byte, "), (["val_fraction=0"], "val_fraction must"), (["name=packages"], "name=packages is the name of a data set itself"),
     (["tokenizer=hf:folder"], "folder/tokenizer.json cannot be read"),
     (["max_tokens=1e3"], "max_tokens must be an int"), (["max_tokens=" + "9" * 19], "less than 2^63"),
     (["max_tokens=" + "9" * 5000], "max_tokens must be an int"), (["val_fraction=nan"], "must be a finite float"),

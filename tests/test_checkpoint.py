@@ -121,7 +121,7 @@ def test_whole_files_that_no_run_saves(sound, tmp_path, capsys):
         with pytest.raises(UserError, match="b.pt is damaged or is not a checkpoint of this project"):
             checkpoint.load_checkpoint(saved(change))
     for change in (lambda s: s.update(model="nothing"), lambda s: s["model_config"].update(n_embd="x")):
-        with pytest.raises(UserError, match="b.pt is not a checkpoint of a run: "):
+        with pytest.raises(UserError, match="b.pt cannot be loaded: "):
             checkpoint.load_checkpoint(saved(change))
     with pytest.raises(UserError, match="does not fit model_gpt.py"):
         checkpoint.load_run(saved(lambda s: s["weights"].update({"norm.weight": torch.ones(5)})))

@@ -165,12 +165,20 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     for layers, same in (4, True), (5, False):          # the lost option was the default's; another value
         config.write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
         assert done(3, "{}") == [same, same]
-    for mistake, told in {"row: 5": "trial.yaml: .*row", "rows: {y: 'from={x}'}": "no row above", "rows: {y: run=z}": "y has run=",
+    for mistake, told in {"row: 5": "trial.yaml: .*row", "rows: {y: 'from={x}'}": "no row above", "rows: {y: run=z}": "y: run= is set",
                           "rows: {y: nlayer=1}": "trial.yaml: y: unknown option 'nlayer'",
                           "rows: {y: ''}\nevaluate: {half: lenghts=1}": "trial.yaml: y: unknown option 'lenghts'",
-                          "rows: {y: ''}\ncolumns: {bits: val_bpb}": "column 'val_bpb' must be .* a name and a format"}.items():
+                          "rows: {y: ''}\ncolumns: {bits: val_bpb}": "column 'val_bpb' must be .* a name and a format",
+                          "rows: {y: ''}\ncolumns: {bits: val_bpb %.3f}": "trial.yaml: Invalid format",
+                          "rows: {y: ''}\nevaluate: lengths=1": "evaluate of y must be", "tier: cup": "tier must be one of",
+                          "bench: rt": "bench must be a list"}.items():
         with pytest.raises(UserError, match=told):
-            plan(f"title: a\ntier: cpu\n{mistake}")
+            plan(f"title: a\n{mistake}" + "\ntier: cpu" * ("tier" not in mistake))
+    with pytest.raises(UserError, match="trial.jsonl, line 3 is not JSON"):
+        results = reproduce.results_file(first[0].experiment)
+        results.write_text(results.read_text() + "<<<<<<<\n")
+        plan(trial.format(3, "{}"))
+    results.unlink()
     config.unlink()     # a model needs no file
     assert plan("title: a\ntier: cpu\nrows: {y: ''}")
 

@@ -141,7 +141,7 @@ def test_resume_keeps_the_runs_settings_and_a_changed_key_holds(tmp_path, data_d
     trainer = train.setup(argv)
     assert trainer.cfg.learning_rate == 0.123 and trainer.cfg.max_steps == 6 and trainer.model.cfg.n_embd == 16
     assert trainer.step == 3 and trainer.cfg.init_from == ""
-    assert "max_steps=6 is the run's own and stays; the file has 3" in capsys.readouterr().out
+    assert "max_steps=6 is the checkpoint's and stays; the file has 3" in capsys.readouterr().out
     trainer = train.setup([*argv, "weight_decay=0.05", "learning_rate=0.5", "max_steps=9", "block_size=8"])
     assert train.train(trainer) and trainer.step == 9 and trainer.tokens == (3 * 16 + 6 * 8) * 2
     assert {g["weight_decay"] for g in trainer.optimizers[0].param_groups} == {0.05, 0.0}
@@ -171,12 +171,12 @@ def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
         assert all(a["seconds"] <= b["seconds"] for a, b in zip(rows, rows[1:])) and rows[-1]["seconds"] < 1e5
 
 
-def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
-    """The weights are those of a run or of a Hugging Face folder, and so are the sizes. A file that is named may change
-    block_size and dropout."""
+def test_finetuning_starts_from_the_weights(tmp_path, data_dir, capsys):
+    """The weights are those of a run or of a Hugging Face folder, and so are the sizes, which is told where a file that
+    is named has others. It may change block_size and dropout."""
     first = runs.run("gpt", tmp_path / "a", data_dir)
     huggingface.to_pretrained(first.model, tmp_path / "hf")
-    (tmp_path / "long.yaml").write_text("block_size: 32\ndropout: 0.25\n")
+    (tmp_path / "long.yaml").write_text("block_size: 32\ndropout: 0.25\nn_embd: 32\n")
     for source in tmp_path / "a" / "r", tmp_path / "hf":
         start = [f"init_from={source}", f"out_dir={tmp_path}", f"data_dir={data_dir}", "dataset=words", "max_steps=1",
                  f"run={source.name}2", "overwrite=true", "batch_size=2", "sample_tokens=0", "device=cpu"]
@@ -185,6 +185,7 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir):
         assert runs.fingerprint(train.state(second)["weights"]) == runs.fingerprint(train.state(first)["weights"])
         fields = train.setup([*start, f"config={tmp_path / 'long.yaml'}"]).model.cfg
         assert fields.block_size == 32 and fields.dropout == 0.25 and fields.n_embd == 16
+        assert "n_embd=16 is the checkpoint's and stays; the file has 32" in capsys.readouterr().out
     folder = runs.run("rat", tmp_path / "b", data_dir, "max_steps=1").folder
     cfg, fields, _ = merge({"init_from": str(folder)}, checkpoint.load_start)
     assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16), "the config file of their model"
@@ -429,7 +430,7 @@ def test_two_runs_of_one_name(tmp_path, data_dir):
     has saved."""
     second = train.setup(runs.arguments("gpt", tmp_path, data_dir))     # there is no checkpoint yet
     runs.run("gpt", tmp_path, data_dir)
-    with pytest.raises(UserError, match="holds a checkpoint"):
+    with pytest.raises(UserError, match="ckpt.pt is a checkpoint: resume"):
         train.claim_folder(second)
 
 
