@@ -95,17 +95,24 @@ def test_initial_standard_deviations(name):
     assert model.head.weight is model.wte.weight
 
 
-@models
-@pytest.mark.parametrize("silent", ["wo", "w_down"])
-def test_dropout_on_branches_differs_between_micro_batches(name, silent, tmp_path, data_dir):
-    """One branch adds nothing, and dropout on embeddings and attention weights is off. Then dropout on the other branch
-    changes the loss, and the same micro-batch twice in a step has two masks."""
-    if name == "rt":
-        pytest.skip("RT drops embeddings alone, as its docstring says")
-    run = setup(name, tmp_path, data_dir, "dropout=0.4", "gradient_accumulation_steps=2", "learning_rate=0")
-    run.model.cfg.dropout, run.model.drop = 0.0, nn.Identity()
+DROPS_WEIGHTS = "gpt", "relaxed", "mor"     # models with dropout on the weights of attention
+
+
+@pytest.mark.parametrize("name, place", [
+    (name, place) for name in MODELS for place in ("wo", "w_down", "embeddings", "weights", "weights, naive")
+    if (name != "rt" or place == "embeddings") and (name in DROPS_WEIGHTS or "weights" not in place)])
+def test_dropout_at_one_place_differs_between_micro_batches(name, place, tmp_path, data_dir):
+    """Dropout is off but at one place: embeddings, weights of attention, or one branch, while the other branch adds
+    nothing. It changes the loss, and the same micro-batch twice in a step has two masks. (RT drops embeddings alone.)"""
+    run = setup(name, tmp_path, data_dir, "dropout=0.4", "gradient_accumulation_steps=2", "learning_rate=0",
+                f"fast={'naive' not in place}".lower())
+    if "weights" not in place:
+        run.model.cfg.dropout = 0.0
+    for part, module in run.model.named_modules():
+        if isinstance(module, nn.Dropout) and (part == "drop") != (place == "embeddings") or "weights" in place:
+            module.p = 0.0
     for part, p in run.model.named_parameters():
-        p.data = 0 * p if f".{silent}." in part else p + 0.1 * torch.randn_like(p)     # LRT's branches start at 0
+        p.data = 0 * p if f".{place}." in part else p + 0.1 * torch.randn_like(p)     # LRT's branches start at 0
     micro = run.batches.micro_batch(0, 0)
     run.batches.micro_batch = lambda step, index: micro
     seen, forward = [], run.forward
@@ -114,6 +121,28 @@ def test_dropout_on_branches_differs_between_micro_batches(name, silent, tmp_pat
     first, second = seen
     without = run.model.eval()(*micro)[1].item()
     assert abs(first - second) > 1e-5 and abs(first - without) > 1e-5
+
+
+def test_a_seed_decides_weights_and_dropout(tmp_path, data_dir):
+    """The losses are those of the same weights and micro-batches, so that dropout alone differs."""
+    runs_of = [train.setup(runs.arguments("gpt", tmp_path / seed, data_dir, "dropout=0.4", f"seed={seed}")) for seed in "12"]
+    first, second = (run.model for run in runs_of)
+    assert not torch.equal(first.wte.weight, second.wte.weight)
+    second.load_state_dict(first.state_dict())
+    runs_of[1].batches = runs_of[0].batches
+    one, other = (train.forward_backward(run)["ce"].item() for run in runs_of)
+    assert one != other
+
+
+def test_a_models_own_metrics_are_evaluated(tmp_path, data_dir):
+    run = setup("mor", tmp_path, data_dir)
+    names = {f"val_{name}" for name in run.model.eval_metrics}
+    assert names and names <= train.evaluate(run).keys()
+
+
+def test_log_interval(tmp_path, data_dir):
+    assert logged(runs.run("gpt", tmp_path, data_dir, "log_interval=4"), "ce")[1:] == [] == logged(
+        runs.run("gpt", tmp_path / "never", data_dir, "log_interval=7"), "ce")
 
 
 def test_bfloat16_changes_the_loss(tmp_path, data_dir):

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from common import options
+from common.checkpoint import load_start
+from common.data import is_task
+from common.tasks import TaskBatches
 from conftest import ROOT
 
 TOY = re.compile(r".*_tiny|task_.*|.*shakespeare.*|.*_uptrain")
@@ -21,8 +24,8 @@ PAPER = {"rt_150m_12l": (151, RT, 3), "rt_150m_6l": (143, RT, 3), "rt_300m_24l":
          **{f"mor_{size}m": (size, MOR, 20) for size in (135, 360, 730, 1700)}}
 NAMES = sorted(PAPER)
 OURS = "gpt", "rt", "lrt", "rat", "relaxed", "mor"
-# A run below is (the file's name, changed options), because one file of MoR is three models. For MoR there are the layers of the plain model, MoR-2, MoR-3 and MoR-4, and the billions of tokens of the smallest
-# budget.
+# A run below is (the file's name, changed options), because one file of MoR is three models. For MoR there are the layers
+# of the plain model, MoR-2, MoR-3 and MoR-4, and the billions of tokens of the smallest budget.
 LAYERS = {135: (30, 30, 32, 30), 360: (32, 32, 32, 34), 730: (26, 26, 26, 26), 1700: (24, 24, 26, 26)}
 SMALLEST = {135: 9.2, 360: 3.6, 730: 1.8, 1700: 0.8}
 MOR_3 = {135: 42, 360: 118, 730: 252, 1700: 670}     # millions of parameters with three recursions
@@ -41,6 +44,13 @@ def test_each_large_config_of_our_models_is_here():
     large = {p.stem for p in ROOT.glob("configs/*.yaml") if not TOY.fullmatch(p.stem)
              and options.load_yaml(p).get("model", "gpt") in OURS}
     assert large == PAPER.keys()
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("configs/*.yaml")), ids=lambda file: file.stem)
+def test_a_config_has_known_options_and_fits_its_task(file):
+    cfg, fields, _ = options.merge({"config": str(file), "run": "r"}, load_start)
+    if is_task(cfg.dataset):
+        TaskBatches(cfg, fields["block_size"])
 
 
 def build(name, **changes):

@@ -123,6 +123,18 @@ def test_weights_and_cache_have_the_dtype(name, tmp_path, data_dir, monkeypatch,
     assert rounded.dtype == torch.float32 and 0 < relative(rounded, exact) < 0.15
 
 
+def test_options_reach_the_decoding(trained, monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(sample, "stream", lambda model, prompts, n, *how, **more: given.extend(
+        (model.cfg.fast, len(prompts), n, *how, more)) or iter([[65] * len(prompts)]))
+    call(capsys, trained, "prompt=ab", "num_samples=2", "max_new_tokens=7", "temperature=0.5", "top_k=3", "top_p=0.25", "seed=4",
+         "fast=false")
+    assert given == [False, 2, 7, 0.5, 3, 0.25, {"eot": 256, "seed": 4, "vocab_size": 257}]
+    del given[:]
+    call(capsys, trained, "prompt=ab", "stop=false")
+    assert given[0] is True and given[-1]["eot"] is None
+
+
 def test_samples_in_a_batch(trained, capsys, tmp_path):
     (tmp_path / "lines.txt").write_text("first\n\nthe second line\n")
     out, err = call(capsys, trained, f"prompt=LINES:{tmp_path / 'lines.txt'}", "max_new_tokens=5", "num_samples=2")

@@ -261,6 +261,26 @@ def test_requests_are_answered(options, world, capsys):
     assert re.search(summary, err)
 
 
+def test_options_reach_the_engine(world, monkeypatch):
+    given = []
+
+    class Recorder(serve.Engine):
+        def __init__(self, model, *how):
+            given.append([model.cfg.fast, *how])
+            super().__init__(model, *how)
+
+        def run(self, requests):
+            given.append([(r.sampling, r.generator.initial_seed()) for r in requests])
+            return super().run(requests)
+    monkeypatch.setattr(serve, "Engine", Recorder)
+    folder, ask = str(world / "relaxed" / "r"), ["prompt=ab", "max_new_tokens=2"]
+    serve.main([folder, *ask, "temperature=0.5", "top_k=3", "top_p=0.25", "seed=4", "fast=false", "batching=sequence", "stop=false"])
+    serve.main([folder, *ask, "fill=propagate", f"exit={TRAINED}"])
+    (first, [(sampling, seed)], second, [(_, other)]) = given
+    assert first == [False, 1, 4, "sequence", "", "exact", None, 257] and sampling == (0.5, 3, 0.25) and seed != other
+    assert second == [True, 1, 4, "depth", TRAINED, "propagate", 256, 257]
+
+
 @pytest.mark.parametrize("run, exit", [("relaxed", TRAINED), ("mor", "")])
 def test_a_prompt_is_continued_in_the_colours_of_the_loops(run, exit, world, capsys):
     """Blue is the first of two loops, and magenta is the last. The text is that of requests=."""
