@@ -118,6 +118,28 @@ def test_the_first_seed_of_all_rows_comes_first(tmp_path, monkeypatch):
     assert [(run.label, run.seed) for run in trained] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
+@pytest.mark.parametrize("words, runs", [(["quick"], False), (["quick", "again"], True), (["quick", "write"], None), ([], None)])
+def test_what_a_call_does(words, runs, monkeypatch, capsys):
+    """Without a name it only tells what there is to do, and with `write` it makes no runs."""
+    called, written = [], []
+    monkeypatch.setattr(reproduce, "reproduce", lambda plans, again: called.append((*plans, again)) or [])
+    monkeypatch.setattr(reproduce, "write", lambda experiment, of_it: written.append(experiment.name))
+    reproduce.main(words)
+    assert [(e.name, again) for e, again in called] == ([("quick", runs)] if runs is not None else [])
+    assert written == ["quick"] * bool(words)
+    assert ("quick " in capsys.readouterr().out) == ("write" not in words)
+
+
+def test_a_gpu_has_one_run_at_a_time(tmp_path, monkeypatch):
+    jobs = []
+    for name, value in (("OUT", tmp_path), ("train_all", lambda runs, n: jobs.append(n) or []), ("signal", Mock())):
+        monkeypatch.setattr(reproduce, name, value)
+    for tier in "cpu", "gpu":
+        reproduce.reproduce({reproduce.Experiment("mine", "a trial", tier): []})
+    unlock(tmp_path)
+    assert jobs == [reproduce.JOBS, 1] and reproduce.JOBS > 1
+
+
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     """A run also goes on if it was killed in its last evaluation. It starts from the beginning if its config file has
     changed, or if its model or text is another."""

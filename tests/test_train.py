@@ -203,6 +203,21 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     out = capsys.readouterr().out
     assert snapshot(tmp_path) == before and f"val ce {result:.4f}" in out and out.count("val ce") == 2
     assert train.setup(argv).step == 6
+    other = runs.run("gpt", tmp_path / "other", data_dir, "pos=alibi", "max_steps=1", "seed=5").model
+    named = train.setup(runs.arguments("gpt", tmp_path, data_dir, "eval_only=true", f"init_from={tmp_path}/other/r"))
+    assert named.step == 1 and torch.equal(named.model.wte.weight, other.wte.weight)
+
+
+def test_weights_of_another_tokenizer_are_refused(tmp_path, data_dir):
+    """Both data sets have six characters, but not the same ones."""
+    for name, text in ("first", "abcde\n" * 99), ("second", "abcdx\n" * 99):
+        (tmp_path / f"{name}.txt").write_text(text)
+        train.prepare(train.PrepareConfig(f"file:{tmp_path}/{name}.txt", "char", str(tmp_path / "data"), name=name))
+    words = [f"data_dir={tmp_path}/data", "tokenizer=char", "max_steps=1"]
+    run = runs.run("gpt", tmp_path, data_dir, *words, "dataset=first").folder
+    for how in ["resume=true"], ["run=other", f"init_from={run}"], ["run=other", f"teacher={run}"]:
+        with pytest.raises(UserError, match="trained with tokenizer char with another vocabulary"):
+            train.setup(runs.arguments("gpt", tmp_path, data_dir, *words, "dataset=second", *how))
 
 
 @pytest.mark.parametrize("schedule, factors", [
