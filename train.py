@@ -442,6 +442,8 @@ def prepare_forward(cfg, model, procs):
     """Return the model as training calls it: compiled if compile= says so, and data parallel if
     there are several processes."""
     compiled = compiles(cfg, procs.device)
+    if compiled:
+        note("torch.compile takes a minute or two at the start (compile=false starts at once)")
     if cfg.fsdp:
         torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
         for block in blocks_of(model) if compiled else ():

@@ -161,6 +161,7 @@ def split_args(argv, least=0, most=0):
     paths = [home(arg) for arg in argv if not is_option(arg)]
     if most is not None and len(paths) > most:
         raise UserError(f"argument {paths[most]!r} is not of the form option=value"
+                        + ", such as config=FILE.yaml" * paths[most].endswith((".yaml", ".py"))
                         + f", and the run is already {paths[0]!r}" * bool(most))
     if len(paths) < least:
         raise UserError("the command needs a run folder or checkpoint: out/NAME [option=value ...]")

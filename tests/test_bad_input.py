@@ -86,6 +86,7 @@ TRAIN = [
     (["dataset=task:recall", "task_examples=1_000_000_000"], "too many to hold in memory"),
     (["dataset=task:s3", "batch_size=1_000_000_000_000"], "batch_size=1000000000000 examples of block_size=16 are too many"),
     (["dataset=task:s3", "block_size=200_000"], "is too long for the 1280 examples of an evaluation: it must be at most 104857"),
+    (["configs/rt_tiny.yaml"], "argument 'configs/rt_tiny.yaml' is not of the form option=value, such as config=FILE.yaml"),
     (["-n_layer=3"], "options have no dashes here: n_layer=3"), (["n_embd=4611686018427387904"], "not enough memory: "),
     (["init_from=out/gtp_tiny"], "neither a folder nor a hub name"),
     # config files
