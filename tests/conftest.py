@@ -4,11 +4,8 @@ import importlib
 import itertools
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
-import warnings
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")     # results repeat for one thread count
@@ -60,25 +57,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(2400))      # 50 kills take long
 
 
-def python(*arguments, tries=2, **environment):
-    """Run python in the repository. TRITON_INTERPRET is set only where it is given. One in a thousand calls of torchrun
-    hangs, and once a process was aborted inside torch (-6; an error of Python's is 86, see two_processes). In these
-    cases this function tells where it was, and tries again."""
+def python(*arguments, **environment):
+    """Run python in the repository. TRITON_INTERPRET is set only where it is given."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    p = subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment},
-                         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        out, err = p.communicate(timeout=200 if "torch.distributed.run" in arguments else None)
-        failed = "exitcode: -6)" in err
-    except subprocess.TimeoutExpired:
-        subprocess.run(["pkill", "-ABRT", "-P", str(p.pid)])
-        time.sleep(2)
-        p.send_signal(signal.SIGABRT)
-        (out, err), failed = p.communicate(), True
-    if failed and tries > 1:
-        warnings.warn(f"{' '.join(map(str, arguments))} hung or was aborted:\n{out[-1000:]}{err[:9000]}")
-        return python(*arguments, tries=tries - 1, **environment)
-    return subprocess.CompletedProcess(p.args, p.returncode, out, err)
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env={**env, **environment}, text=True,
+                          capture_output=True)
 
 
 def snapshot(folder):
@@ -88,19 +71,6 @@ def snapshot(folder):
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-
-
-def two_processes(folder, *arguments):
-    """Run train.py in two processes, which must succeed. Python's shutdown may abort (see Processes.leave). Here it
-    always fails, with 86."""
-    (folder / "sitecustomize.py").write_text(
-        "import atexit, os, sys\n"
-        "if 'RANK' in os.environ:\n    atexit.register(lambda: (sys.stdout.flush(), os._exit(86)))\n")
-    path = f"{folder}{os.pathsep}{FORKS}"
-    again = [] if "resume=true" in arguments else ["overwrite=true"]      # a second try finds a checkpoint of the first
-    p = python(*TORCHRUN, "train.py", *arguments, *again, PYTHONPATH=path, OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1")
-    assert p.returncode == 0, p.stdout + p.stderr[:9000]        # torchrun's own report comes last
-    return p
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@ may be killed."""
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from unittest import mock
@@ -89,6 +90,22 @@ def rank_in_child(rank, port, folder, argv, change=None):
         change()
     sys.argv = ["train.py", *argv]
     options.run_cli(train.main)
+    sys.exit(86)        # Python's shutdown may abort, so that a run that succeeds does not come here (Processes.leave)
+
+
+def two_ranks(folder, argv, change=None, meanwhile=lambda second: None):
+    """Return the exit codes of two processes, and what each prints. change is called in the first process, and
+    meanwhile while it may still run, after the second one."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = [context().Process(target=rank_in_child, args=(rank, port, folder, argv, [change, None][rank])) for rank in (0, 1)]
+    for child in ranks:
+        child.start()
+    ranks[1].join(30)
+    meanwhile(ranks[1])
+    ranks[0].join(60)
+    return [child.exitcode for child in ranks], [(folder / f"{rank}.txt").read_text() for rank in (0, 1)]
 
 
 def kill_after(saves, process, file, rng):

@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from common import checkpoint
 import runs
 import train
-from conftest import MODELS, two_processes
+from conftest import MODELS
 
 OPTIONS = ["gradient_accumulation_steps=4", "optimizer=muon", "muon_learning_rate=0.02", "eval_interval=3",
            "eval_batches=3"]    # two processes cannot share them equally
@@ -15,8 +15,10 @@ OTHERS = {"rt": ["schedule=tiled"], "lrt": ["projections=layerwise"], "relaxed":
 
 def sharded(model, folder, data_dir, *extra):
     """Return the checkpoint and what was printed."""
-    p = two_processes(folder.parent, *runs.arguments(model, folder, data_dir, *OPTIONS, "fsdp=true", *extra))
-    return checkpoint.load_checkpoint(folder / "r" / "ckpt.pt"), p.stdout
+    argv = runs.arguments(model, folder, data_dir, *OPTIONS, "fsdp=true", *extra)
+    codes, told = runs.two_ranks(folder.parent, argv)
+    assert codes == [0, 0], told
+    return checkpoint.load_checkpoint(folder / "r" / "ckpt.pt"), told[0]
 
 
 def assert_alike(ours, theirs, tolerance=2e-5):
