@@ -663,9 +663,11 @@ def two_ranks(folder, data_dir, change, *more, **meanwhile):
 
 
 @pytest.mark.parametrize("change, more, told", [
-    (no_space, [], "could not save"), (infinite_weight, ["fsdp=true"], "a weight is not finite at step 2"),
-    (None, ["run=locked"], "is in use: another run of this name goes on"), (None, ["vocab_size=9"], "vocab_size=9 is less"),
-    (None, ["dataset=file:/dev/null/words.txt"], "make it with python prepare.py")], ids=lambda x: getattr(x, "__name__", None))
+    (infinite_weight, ["fsdp=true"], "a weight is not finite at step 2"),
+    (None, ["dataset=file:/dev/null/words.txt"], "make it with python prepare.py"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        (no_space, [], "could not save"), (None, ["run=locked"], "is in use: another run of this name goes on"),
+        (None, ["vocab_size=9"], "vocab_size=9 is less")))], ids=lambda x: getattr(x, "__name__", None))
 def test_one_process_tells_an_error(change, more, told, tmp_path, data_dir):
     """One process prints one line, and the other one ends quietly. Neither waits for data that are not prepared."""
     (tmp_path / "locked").mkdir()
