@@ -375,13 +375,12 @@ def test_memory_grows_linearly_with_the_length(name, sizes):
 
 
 LOOPS = dict(share="cycle", n_layer=4, n_loop=2)
-COMPILED = [("gpt", {}), ("gpt", dict(pos="alibi", window=5)), ("rt", {}), ("rt", dict(recurrent=False)),
-            ("lrt", dict(source=2)), ("lrt", dict(memory=False)), ("rat", dict(chunk=4, swa=3)),
-            ("relaxed", dict(rank=2, early_exit="weighted")),
-            ("mor", dict(LOOPS, causal="aux_router")),
+COMPILED = [("gpt", {}), ("rt", {}), ("lrt", dict(source=2)), ("rat", dict(chunk=4, swa=3)),
+            ("relaxed", dict(rank=2, early_exit="weighted")), ("mor", dict(LOOPS, causal="aux_router")),
             ("mor", dict(LOOPS, router="token", kv="share", balance="loss_free"))]
-MORE = [("mor", dict(LOOPS, kv="share", causal="aux_router"), "aot_eager"),
-        *((name, {}, "inductor") for name in MODELS)]
+MORE = [*((*case, "aot_eager") for case in (
+            ("gpt", dict(pos="alibi", window=5)), ("rt", dict(recurrent=False)), ("lrt", dict(memory=False)),
+            ("mor", dict(LOOPS, kv="share", causal="aux_router")))), *((name, {}, "inductor") for name in MODELS)]
 
 
 @pytest.mark.parametrize("name, sizes, backend", [

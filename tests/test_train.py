@@ -40,8 +40,8 @@ RESUMED = [*((name, []) for name in MODELS), ("gpt", ["optimizer=muon"]),
 
 @pytest.mark.parametrize("name, more", RESUMED, ids=lambda x: x if isinstance(x, str) else ",".join(x[:2]))
 def test_resume_at_every_step_is_bit_identical(name, more, tmp_path, data_dir):
-    """Runs with other data, or with state that a step changes, are stopped in the middle alone. Evaluation changes no
-    weight, nor does load_run."""
+    """Runs other than the plain gpt are stopped in the middle alone. Evaluation changes no weight, nor does
+    load_run."""
     options = ["eval_interval=4", *more]
     whole = runs.run(name, tmp_path / "whole", data_dir, *options)
     assert "balance=loss_free" not in more or whole.model.balance_bias.any()
@@ -49,7 +49,7 @@ def test_resume_at_every_step_is_bit_identical(name, more, tmp_path, data_dir):
     assert runs.fingerprint(train.state(never)["weights"]) == runs.fingerprint(train.state(whole)["weights"])
     x = torch.randint(0, whole.model.cfg.vocab_size, (1, 16))
     assert torch.equal(checkpoint.load_run(whole.folder)[0](x)[0], whole.model.eval()(x)[0])
-    for k in [3] if more else range(1, 6):
+    for k in range(1, 6) if (name, more) == ("gpt", []) else [3]:
         resume = f"resume={'auto' if k == 3 else 'true'}"       # a scheduler starts the same command again
         stopped = runs.run(name, tmp_path / str(k), data_dir, *options, *[resume] * (k == 3), stop_after=k)
         assert stopped.step == k
@@ -63,7 +63,7 @@ def test_resume_at_every_step_is_bit_identical(name, more, tmp_path, data_dir):
 SLOW = [("rt", ["schedule=naive"]), ("rt", ["schedule=tiled"]), ("lrt", ["train_path=exact"])]
 RECORDED = [*((name, []) for name in MODELS), ("gpt", ["optimizer=muon", "dataset=task:recall", "task_examples=30"]),
             *(pytest.param(*case, marks=pytest.mark.full) for case in SLOW)]
-GRAPH = ["gradient_accumulation_steps=2", "max_steps=4", "eval_interval=2"]
+GRAPH = ["gradient_accumulation_steps=2", "max_steps=2", "eval_interval=1"]
 
 
 @pytest.mark.parametrize("name, more", RECORDED, ids=lambda x: x if isinstance(x, str) else ",".join(x[:2]))
@@ -106,7 +106,7 @@ def test_a_step_that_cannot_be_recorded_is_refused(tmp_path, data_dir, monkeypat
         train.setup(runs.arguments("mor", tmp_path, data_dir, "router=token", "compile=graph"))
     assert not (tmp_path / "r").exists()
     whole = runs.run("gpt", tmp_path / "whole", data_dir, *GRAPH)
-    runs.run("gpt", tmp_path, data_dir, *GRAPH, "compile=graph", stop_after=3)
+    runs.run("gpt", tmp_path, data_dir, *GRAPH, "compile=graph", stop_after=1)
     assert runs.learned(runs.run("gpt", tmp_path, data_dir, *GRAPH, "resume=true")) == runs.learned(whole)
 
 
