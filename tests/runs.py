@@ -58,12 +58,19 @@ def learned(run_or_state):
     return fingerprint({k: v for k, v in state.items() if k != "config"})
 
 
-def main_in_child(argv, die_at=None):
+def start_child(output):
+    """Begin a forked process, whose output goes to a file. It hears SIGINT, which the parent ignores if a shell started
+    it in the background."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
+
+
+def main_in_child(argv, die_at=None, output=os.devnull):
     """Run train.main in a forked process. die_at=(call, n) kills it without warning just before (call="fsync") or just
     after (call="fsync!") the n-th such call inside save_checkpoint."""
-    torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(1, 2)
+    start_child(output)
     if die_at:
         name, calls = die_at[0].rstrip("!"), []
         place = {"save": checkpoint.torch, "sync_folder": checkpoint}.get(name, os)
@@ -82,10 +89,8 @@ def main_in_child(argv, die_at=None):
 def rank_in_child(rank, port, folder, argv, change=None):
     """Run train.py as one of two processes, as torchrun starts it. Its output goes to folder/RANK.txt. change() is
     called before."""
-    torch.set_num_threads(1)
+    start_child(folder / f"{rank}.txt")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    os.dup2(os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-    os.dup2(1, 2)
     if change:
         change()
     sys.argv = ["train.py", *argv]

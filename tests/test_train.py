@@ -340,12 +340,10 @@ def test_a_warm_up_is_not_recorded():
         tiny("relaxed", loop_warmup=math.nan)
 
 
-def test_with_a_notebooks_settings(tmp_path, data_dir):
-    """The picture is drawn also with a notebook's settings."""
-    argv = runs.arguments("gpt", tmp_path, data_dir, "max_steps=1", "sample_tokens=5")
-    p = python("-OO", "train.py", *argv, MPLBACKEND="module://nowhere")
-    assert p.returncode == 0 and (tmp_path / "r" / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 1
+def test_a_picture_with_a_notebooks_settings(tmp_path):
+    p = python("-c", f"from lab.plot import draw; draw({str(tmp_path / 'x.png')!r}, [({{}}, [('a', [(1, 1)])])])",
+               MPLBACKEND="nowhere")
+    assert p.returncode == 0 and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG", p.stderr
 
 
 @pytest.mark.parametrize("environment, told", [
@@ -367,6 +365,7 @@ def test_names_from_paths(tmp_path, data_dir, capsys):
     command = shlex.split(capsys.readouterr().out.rsplit("more text: ")[1])
     assert command[:2] == ["python", "sample.py"] and options.split_args(command[2:], most=None) == ([str(out / "l-ng--1")], {})
     sample.main([*command[2:], "max_new_tokens=2"])
+    assert (out / "l-ng--1" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert shlex.split(options.as_command("sample.py", path="a=1/r"))[2] == "./a=1/r"
     assert len(options.plain_name("_ä" * 300)) < 100 and options.plain_name("-") == "x"
 
@@ -423,20 +422,18 @@ def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, 
 def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
     """No other run can have the folder until then."""
     argv = runs.arguments("gpt", tmp_path, data_dir, "max_steps=1000000", "eval_interval=5")
-    p = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE,
-                         # A shell starts `pytest &` with SIGINT ignored, which the child would inherit.
-                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    while not (tmp_path / "r" / "ckpt.pt").exists() and p.poll() is None:
+    child = runs.context().Process(target=runs.main_in_child, args=(argv, None, tmp_path / "told"))
+    child.start()
+    while not (tmp_path / "r" / "ckpt.pt").exists() and child.is_alive():
         time.sleep(0.05)
     for key in "resume=true", "overwrite=true":
         with pytest.raises(UserError, match="is in use: another run of this name goes on"):
             train.setup([*argv, key])
-    p.send_signal(signal.SIGINT)            # runs.run sends SIGTERM instead
-    out, err = p.communicate(timeout=60)
-    assert p.returncode == 0, err
+    os.kill(child.pid, signal.SIGINT)       # runs.run sends SIGTERM instead
+    child.join(60)
+    told = (tmp_path / "told").read_text()
     step = checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"]
-    assert f"stopped at step {step}" in out and "Traceback" not in err
+    assert child.exitcode == 0 and f"stopped at step {step}" in told and "Traceback" not in told, told
     assert checkpoint.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
 
 
@@ -727,7 +724,7 @@ def drawn(rng, model):
     return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.full] * (n >= 24)) for n in range(200)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.full] * (n >= len(MODELS))) for n in range(200)])
 def test_random_configurations_run_or_are_refused(seed, data_dir, tmp_path):
     """A refusal is one line, and nothing is written. The first configuration that is not refused trains, resumes and
     decodes."""
