@@ -112,7 +112,7 @@ def jobs(quick):
     for chip, dtype in itertools.product(chips, TYPES):
         head_sizes, chunks = HEAD_SIZES, (1, 2, 4, 8, 16, 32, 64)
         if quick:
-            of = {"bf16": (64, 128), "fp32": (64,) * (chip == "sm_90")}
+            of = {"bf16": (64, 128), "fp32": (64,)} if chip == "sm_90" else {"bf16": (128,)}
             head_sizes = of.get(TYPES[dtype], ())
             chunks = (16,) if head_sizes else ()
         for name, D in itertools.product(("forward", "own", "split", "dq", "dkv"), head_sizes):

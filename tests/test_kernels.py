@@ -32,8 +32,9 @@ def test_attend_written_out(number, monkeypatch):
 
 @where(PRECISION[1])
 @pytest.mark.parametrize("case", [(1200, 700, "per row", 300, False, (2, 1, 1), 80),
-                                  (1100, 1100, "plain", None, False, (1, 1, 1), 128),
-                                  (150, 2000, "shared", 1000, True, (1, 2, 1), 256)])
+                                  *(pytest.param(case, marks=pytest.mark.gpu) for case in (
+                                      (1100, 1100, "plain", None, False, (1, 1, 1), 128),
+                                      (150, 2000, "shared", 1000, True, (1, 2, 1), 256)))])
 def test_attend_at_length(case, device, dtype, tolerance):
     compare_attend(kernels.attend_by_position, *attend_case(0, *case, dtype, device), tolerance)
 

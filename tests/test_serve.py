@@ -238,7 +238,7 @@ GOOD = ['{"prompt": "ab"}', '{"prompt": "Cd e", "max_new_tokens": 25, "id": "x"}
         '{"prompt": "ab ab ab ab ab ab ab ab abc", "id": null}']      # this one fills its context of 32
 
 
-@pytest.mark.parametrize("options", [["batching=sequence"], ["fast=false", "slots=2"], ["fill=propagate"]], ids=str)
+@pytest.mark.parametrize("options", [[], ["fill=propagate"]], ids=str)
 def test_requests_are_answered(options, world, capsys):
     """Each answer is a line of JSON. An id may come twice, and a request without one has its line's number."""
     folder, good = str(world / "relaxed" / "r"), str(world / "good.jsonl")
