@@ -86,7 +86,8 @@ def test_all_lengths_predict_the_same_tokens(run, data_dir):
     assert got["positions"]["64-95"] == pytest.approx(want[64:].mean().item(), rel=1e-6)
 
 
-def test_a_synthetic_task_is_scored_at_longer_lengths(tmp_path, data_dir):
+def test_a_synthetic_task_is_scored_at_longer_lengths(tmp_path, data_dir, monkeypatch):
+    monkeypatch.setattr("common.tasks.VAL_EXAMPLES", 128)
     run = runs.run("lrt", tmp_path, data_dir, "dataset=task:recall", "tokenizer=byte", "block_size=8", "max_steps=30",
                    "learning_rate=1e-2", "batch_size=16", "eval_batches=0", "exact_batches=0")
     found = evaluate(run.folder, "lengths=1,2", "block_size=16")
