@@ -8,10 +8,9 @@ groups. set_schedules sets learning rate, weight decay and momentum of a group b
 import math
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
 
 from common.options import UserError
-from common.sharded import sharded_like
+from common.sharded import is_sharded, sharded_like
 
 # nanochat's groups, as the LRT paper has them (Appendix A). They are used if optimizer=muon and the
 # model has nanochat_rates, as LRT does. Each kind has AdamW's learning rate, in units of
@@ -48,7 +47,7 @@ def load_optimizers(optimizers, states, step, cfg):
                         "its weights")
     for optimizer, state, now in zip(optimizers, states, settings):
         state = {**state, "param_groups": now}
-        if isinstance(optimizer.param_groups[0]["params"][0], DTensor):
+        if is_sharded(optimizer.param_groups[0]["params"][0]):
             state = sharded_like(optimizer, state)
         optimizer.load_state_dict(state)
         for group in optimizer.param_groups:
@@ -195,13 +194,14 @@ def newton_schulz(x, group):
 def whole_matrix(x):
     """Return the matrix, gathered from all processes if it is sharded, because each product of the
     iteration would communicate otherwise."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return x.full_tensor() if is_sharded(x) else x
 
 
 def shards(x, params):
     """Return the matrices of x (N, rows, columns), sharded if the parameters are."""
-    if not isinstance(params[0], DTensor):
+    if not is_sharded(params[0]):
         return x.unbind()
+    from torch.distributed.tensor import DTensor, Replicate
     mesh = params[0].device_mesh
     whole = [DTensor.from_local(matrix, mesh, [Replicate()] * mesh.ndim) for matrix in x]
     return [matrix.redistribute(placements=p.placements) for matrix, p in zip(whole, params)]

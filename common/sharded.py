@@ -9,18 +9,24 @@ gradients summed, once for each run. So a model of such blocks (runs_blocks_once
 single unit, which is gathered once a micro-batch. Gradients are summed and sharded after each
 micro-batch, because each process would keep them whole otherwise. A checkpoint holds whole tensors,
 the same as without sharding.
+
+torch's modules for this take half a second to import, so that functions import them.
 """
 import contextlib
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def is_sharded(x):
+    """Return whether x is a sharded tensor, a DTensor."""
+    return hasattr(x, "full_tensor")
 
 
 def shard(model, blocks, device, world):
     """Shard the model, whose blocks these are, in place over `world` processes. All processes must
     hold the same weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     mesh = init_device_mesh(device.type, (world,))
     for block in blocks if model.runs_blocks_once else ():
         fully_shard(block, mesh=mesh)
@@ -31,7 +37,7 @@ def shard(model, blocks, device, world):
 def gathered(model):
     """Inside, every process has all weights, and runs the model without the other processes. A
     model that is not sharded stays as it is."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [module for module in model.modules() if hasattr(module, "unshard")]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
@@ -48,7 +54,7 @@ def whole(tree):
         return {key: whole(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [whole(value) for value in tree]
-    if not isinstance(tree, DTensor):
+    if not is_sharded(tree):
         return tree
     tensor = tree.full_tensor()
     return tensor.cpu() if dist.get_rank() == 0 else None
@@ -57,6 +63,7 @@ def whole(tree):
 def sharded_like(optimizer, state):
     """Return `state`, a state_dict with whole moments, with the moments sharded like the parameters
     of `optimizer`."""
+    from torch.distributed.tensor import distribute_tensor
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {}
     for i, values in state["state"].items():

@@ -129,5 +129,5 @@ def context():
     """Return a context in which processes are forked from a server. The server has imported torch but never computed
     with it, because a fork after OpenMP has run would hang."""
     ctx = multiprocessing.get_context("forkserver")
-    ctx.set_forkserver_preload(["torch", "matplotlib.pyplot", "train", "runs"])
+    ctx.set_forkserver_preload(["torch", "torch.distributed.fsdp", "matplotlib.pyplot", "train", "runs"])
     return ctx
