@@ -104,9 +104,7 @@ def two_ranks(folder, argv, change=None, meanwhile=lambda second: None):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    ranks = [context().Process(target=rank_in_child, args=(rank, port, folder, argv, [change, None][rank])) for rank in (0, 1)]
-    for child in ranks:
-        child.start()
+    ranks = [fork(rank_in_child, rank, port, folder, argv, [change, None][rank]) for rank in (0, 1)]
     ranks[1].join(30)
     meanwhile(ranks[1])
     ranks[0].join(60)
@@ -125,9 +123,11 @@ def kill_after(saves, process, file, rng):
     process.join()
 
 
-def context():
-    """Return a context in which processes are forked from a server. The server has imported torch but never computed
-    with it, because a fork after OpenMP has run would hang."""
+def fork(function, *args):
+    """Start a process that is forked from a server, and return it. The server has imported torch but never computed with
+    it, because a fork after OpenMP has run would hang."""
     ctx = multiprocessing.get_context("forkserver")
     ctx.set_forkserver_preload(["torch", "torch.distributed.fsdp", "matplotlib.pyplot", "train", "runs"])
-    return ctx
+    process = ctx.Process(target=function, args=args)
+    process.start()
+    return process

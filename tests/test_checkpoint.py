@@ -25,9 +25,7 @@ def whole(tmp_path_factory, data_dir):
 
 def child(out, data_dir, *more, die_at=None):
     argv = runs.arguments("gpt", out, data_dir, "max_steps=8", "eval_interval=2", *more)
-    process = runs.context().Process(target=runs.main_in_child, args=(argv, die_at))
-    process.start()
-    return process
+    return runs.fork(runs.main_in_child, argv, die_at)
 
 
 def finish(out, data_dir, *more):
@@ -158,6 +156,10 @@ def test_hostile_and_foreign_files_are_refused_and_run_nothing(tmp_path):
     assert target.exists(), "the bomb is a dud: the test shows nothing"
 
 
+def broken(*given):
+    raise OSError(28, "No space left on device")
+
+
 def contents(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != train.NEW_LOG}
 
@@ -178,9 +180,6 @@ def test_an_older_run_stays_until_it_is_replaced(tmp_path, data_dir, monkeypatch
             runs.run("gpt", tmp_path, data_dir, *more, *options)
         unlock(old.folder)
         assert contents(old.folder) == before
-
-    def broken(*given):
-        raise OSError(28, "No space left on device")
     os.replace(old.folder / "ckpt.pt", old.folder / "pending.pt")       # as if killed in its first evaluation
     fails("eval_interval=1", evaluate=lambda run: {"val_ce": float("nan")})
     fails("learning_rate=1e30", "grad_clip=0")
@@ -200,9 +199,6 @@ def test_two_runs_that_die_before_they_replace_an_older_one(tmp_path, data_dir, 
     log."""
     def losses(run):
         return [row["ce"] for row in checkpoint.read_log(run.folder / "log.jsonl") if "ce" in row]
-
-    def broken(run):
-        raise OSError(28, "No space left on device")
     second = losses(runs.run("gpt", tmp_path / "second", data_dir, "seed=5"))
     runs.run("gpt", tmp_path, data_dir)
     for seed, dies in (5, "evaluate"), (6, "forward_backward"):

@@ -422,8 +422,7 @@ def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, 
 def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
     """No other run can have the folder until then."""
     argv = runs.arguments("gpt", tmp_path, data_dir, "max_steps=1000000", "eval_interval=5")
-    child = runs.context().Process(target=runs.main_in_child, args=(argv, None, tmp_path / "told"))
-    child.start()
+    child = runs.fork(runs.main_in_child, argv, None, tmp_path / "told")
     while not (tmp_path / "r" / "ckpt.pt").exists() and child.is_alive():
         time.sleep(0.05)
     for key in "resume=true", "overwrite=true":
