@@ -105,9 +105,9 @@ def two_ranks(folder, argv, change=None, meanwhile=lambda second: None):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     ranks = [fork(rank_in_child, rank, port, folder, argv, [change, None][rank]) for rank in (0, 1)]
-    ranks[1].join(30)
+    ranks[1].join(120)
     meanwhile(ranks[1])
-    ranks[0].join(60)
+    ranks[0].join(120)
     return [child.exitcode for child in ranks], [(folder / f"{rank}.txt").read_text() for rank in (0, 1)]
 
 
