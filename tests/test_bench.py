@@ -145,6 +145,17 @@ def test_modes_of_decoding(capsys, monkeypatch):
     assert out.count(" launches") == 1
 
 
+def test_tokens_of_a_prefill(monkeypatch):
+    calls = {}
+
+    def compare(cases, make, device, rounds):
+        calls.update(made := make("a"))
+        return dict.fromkeys(made, {})
+    monkeypatch.setattr(bench, "compare", compare)
+    bench.bench_decoding(lambda case: tiny("gpt").float(), {"a": "a"}, 20, torch.device("cpu"), prompts=3)
+    assert [call.tokens for title, call in calls.items() if title.startswith("prefill")] == [3 * 19]
+
+
 def test_a_training_step_is_what_moves_the_weights():
     model = tiny("gpt").float()
     calls = bench.training(model, CPU, TrainConfig(batch_size=2), "eager")

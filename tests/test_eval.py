@@ -6,6 +6,7 @@ import json
 import math
 import random
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 from lab import eval as evaluation
 from lab.eval import EvalConfig, HarnessModel, evaluate_tasks
 import runs
+import train
 from common.checkpoint import load_run, read_log
 from common.options import UserError
-from conftest import MODELS, tiny
+from conftest import MODELS, move, tiny
 from common.data import TextBatches, load_data
 from common.options import TrainConfig
 from common.tasks import TaskBatches
@@ -55,6 +57,43 @@ def test_exits_and_routers_are_looked_at(run, data_dir):
         scores = found["scores"]["2"]
         assert sum(scores) == pytest.approx(1) and scores != [0.1] * 10
         assert sum(scores[5:]) == pytest.approx(float((taken >= 2).double().mean()))
+
+
+def test_options_change_what_is_read(tmp_path, data_dir, monkeypatch):
+    """data_dir= names another text, batches= counts micro-batches of a task too, and longer contexts come in fewer rows."""
+    run = runs.run("gpt", tmp_path, data_dir, "max_steps=1").folder
+    (tmp_path / "other.txt").write_text("other text, " * 300)
+    other = make(tmp_path, dataset=f"file:{tmp_path}/other.txt", name="words").parent
+    assert evaluate(run, f"data_dir={other}")["ce"] != evaluate(run)["ce"]
+    assert evaluate(run, "lengths=1,4", "block_size=64", "batch_size=4", "batches=3")["tokens"] == 3 * 64
+    task = runs.run("gpt", tmp_path / "task", data_dir, "dataset=task:recall", "block_size=8", "max_steps=1").folder
+    rows, count = [], evaluation.count_right
+    monkeypatch.setattr(evaluation, "count_right", lambda logits, y: rows.append(len(y)) or count(logits, y))
+    evaluate(task, "batches=3")
+    assert rows == [2, 2, 2]
+
+
+def test_a_run_in_bfloat16_is_scored_in_bfloat16(tmp_path, data_dir):
+    trainer = runs.run("gpt", tmp_path, data_dir, "dtype=bfloat16", "eval_batches=0", "dropout=0")
+    move(trainer.model, 0.3)
+    train.save(trainer, "ckpt.pt")
+    batches, model = trainer.batches, load_run(trainer.folder)[0]
+    x, y = map(torch.cat, zip(*(batches.cut(batches.val, starts) for starts in batches.val_batches(0))))
+    with torch.no_grad():
+        wide = model(x, y)[2]["ce"].item()
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = model(x, y)[2]["ce"].item()
+    assert evaluate(trainer.folder)["ce"] == pytest.approx(narrow, rel=1e-5) and abs(narrow - wide) > 1e-5
+
+
+def test_padding_of_the_vocabulary_and_several_right_answers():
+    model, tokenizer = tiny("gpt", vocab_size=260, block_size=32), load_tokenizer({"kind": "byte"})
+    model.head.register_forward_hook(lambda module, inputs, out: F.pad(out[..., :257], (0, 3), value=99.0))
+    best = model(torch.tensor([[97, 98]]))[0][0, -1, :257].argmax().item()
+    assert HarnessModel(model, tokenizer, 1).scores([([97, 98], [best])])[0][1], "greedy among real tokens"
+    task = SimpleNamespace(multiple_input=False, doc_to_target=lambda doc: [0, 2])
+    resps = [[(-1.0, False)], [(-0.5, True)], [(-3.0, False)]]
+    assert evaluation.gold_ce(task, [{"doc": 0, "resps": resps}]) == 1
 
 
 def test_fast_is_an_option(run, monkeypatch):

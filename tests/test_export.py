@@ -15,7 +15,7 @@ import runs
 import train
 import sample
 from common.options import UserError, model_module
-from conftest import ROOT, move, snapshot
+from conftest import ROOT, move, snapshot, tiny
 from test_prepare import EOT, SPECIAL, TEXTS, WORDS, llama2, phi, smollm
 from test_gpt import cast, saved_llama, stored
 from common.huggingface import hf_tokenizer
@@ -188,6 +188,11 @@ def test_an_export_replaces_an_export_and_nothing_else(data_dir, tmp_path, monke
     checkpoint.main([str(tmp_path / "char.pt"), f"export={hf}", "overwrite=true"])
     assert {file.name for file in hf.iterdir()} == {"config.json", "model.safetensors"}
     assert list(hf.parent.iterdir()) == [hf]
+
+
+def test_a_config_names_the_dtype(tmp_path):
+    huggingface.to_pretrained(tiny("gpt").bfloat16(), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_transformers_has_no_advice_about_an_export(tmp_path, monkeypatch):

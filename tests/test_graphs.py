@@ -140,6 +140,15 @@ def fake_cuda(monkeypatch):
     return used
 
 
+def test_the_graph_that_was_not_used_for_the_longest_time_goes(recorded):
+    x = torch.zeros(1)
+    def use(key):
+        return graphs.replay(key, lambda x: [x + 1], x)
+    for key in [*range(graphs.MOST)] * 2 + [0] + ["new"] * 2:
+        use(key)
+    assert 0 in graphs.GRAPHS and 1 not in graphs.GRAPHS and len(graphs.GRAPHS) == graphs.MOST
+
+
 def test_graphs_that_exist_have_streams_of_their_own(fake_cuda):
     """The stream of a graph that is gone is used again."""
     stays, goes = (graphs.record(list) for _ in range(2))

@@ -38,6 +38,19 @@ def folders(data_dir, tmp_path_factory):
     return out
 
 
+def test_options_reach_the_engine(folders, monkeypatch):
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self: None)
+    options = "port=0 device=cpu slots=3 exit=static:1 fill=propagate batching=sequence dtype=bfloat16 fast=false"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "runs", {})
+        page.main([f"{folders}/relaxed", *options.split()])
+        run = page.runs["relaxed"]
+        with pytest.raises(UserError, match="exit and fill are for relaxed"):
+            page.main([f"{folders}/mor", "port=0", "exit=static:1"])
+    assert (len(run.slots), run.propagate, run.batching, run.model.cfg.fast) == (3, True, "sequence", False)
+    assert run.rule and run.model.wte.weight.dtype == torch.bfloat16
+
+
 @pytest.fixture(scope="module")
 def url(folders):
     """Return the address of a server of both runs, which runs in a thread. exit= holds for relaxed, with all its

@@ -31,8 +31,8 @@ from conftest import ROOT, python
 from common import data
 from common.data import load_data
 from common.huggingface import hf_tokenizer, read_tokenizer
-from common.tokenizer import (SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, in_base64, load_tokenizer,
-                              slices, train_bpe)
+from common.tokenizer import (PATTERN, SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, in_base64, load_tokenizer, slices,
+                              train_bpe, words_of_bytes)
 
 EOT = "<|endoftext|>"
 SPECIAL = [EOT, "<|im_start|>", "<pad>"]  # ids 0 to 2, as SmolLM has its own
@@ -204,13 +204,29 @@ def test_what_a_bpe_is_trained_on(tmp_path, monkeypatch):
 
 def test_gpt2(tmp_path, monkeypatch):
     import tiktoken
-    ranks = {bytes([i]): 255 - i for i in range(256)} | {b"he": 256, b"ll": 257}
-    fake = tiktoken.Encoding("gpt2", pat_str="unused", mergeable_ranks=ranks, special_tokens={EOT: 258})
+    ranks = {bytes([i]): 255 - i for i in range(256)} | {b"he": 256, b"ll": 257, b"20": 258, b"24": 259, b"2024": 260}
+    fake = tiktoken.Encoding("gpt2", pat_str="unused", mergeable_ranks=ranks, special_tokens={EOT: 261})
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: fake)
     folder = make(tmp_path, dataset=write_docs(tmp_path / "docs", ["hello, " * 100]), tokenizer="gpt2")
     data = load_data(folder)["train"]
-    assert (data.vocab_size, data.tokenizer.eot) == (259, 258)
+    assert (data.vocab_size, data.tokenizer.eot) == (262, 261)
     assert data.windows([0], 3).tolist() == [[256, 257, 255 - ord("o")]]
+    assert data.tokenizer.encode("2024") == [260], "a number is one word, and not three digits at most"
+
+
+def test_words_of_a_bpe():
+    split = lambda text: [piece for piece, _ in words_of_bytes(PATTERN).pre_tokenize_str(text)]
+    assert split("it's") == ["it", "'s"] and split("x'data") == ["x", "'data"] and split("12345") == ["123", "45"]
+    assert len(split("xe\u0301x")) == 1, "an accent is a part of its word"
+    bpe = train_bpe(262, ["hello hello world " * 50])
+    assert [bpe.decode_bytes([i]) for i in range(256)] == [bytes([i]) for i in range(256)]
+
+
+def test_ids_with_gaps_are_below_the_vocabularys_size():
+    data = smollm(262)
+    size, vocab = read_tokenizer(json.dumps(data), EOT).vocab_size, data["model"]["vocab"]
+    vocab[max(vocab, key=vocab.get)] += 5
+    assert read_tokenizer(json.dumps(data), EOT).vocab_size == size + 5
 
 
 METASPACE = {"type": "Metaspace", "replacement": "▁"}
@@ -484,6 +500,16 @@ def test_repeated_tokens(seed, sizes, copies):
         expected[i:i + 64] |= val[i:i + 64].tobytes() in known
     with mock.patch.object(data, "CHUNK", 50):
         assert data.repeated(val, train).tolist() == expected.tolist()
+
+
+def test_cells_of_a_csv_are_text_and_home_is_a_folder(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    (tmp_path / "n.csv").write_text("text\n007\n1.50\n")
+    cfg = prepare.PrepareConfig(dataset=f"hf:{tmp_path}/n.csv")
+    assert [*prepare.documents(cfg, prepare.source_files(cfg.dataset, "train")[0])] == ["007", "1.50"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("a")
+    assert prepare.source_files("file:~/a.txt", "train")[0] == [str(tmp_path / "a.txt")]
 
 
 def test_local_data_sets(tmp_path, monkeypatch):

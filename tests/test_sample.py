@@ -1,5 +1,7 @@
 """Decoding: the sampling loop gives what forward alone gives, a token is chosen as by hand, and the command line
 works."""
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -138,9 +140,19 @@ def test_options_reach_the_decoding(trained, monkeypatch, capsys):
 def test_samples_in_a_batch(trained, capsys, tmp_path):
     (tmp_path / "lines.txt").write_text("first\n\nthe second line\n")
     out, err = call(capsys, trained, f"prompt=LINES:{tmp_path / 'lines.txt'}", "max_new_tokens=5", "num_samples=2")
-    assert out.startswith("first") and "\nthe second line" in out and out.count("-" * 80) == 4 and "20 tokens" in err
+    assert out.startswith("first") and out.count("-" * 80) == 4 and "20 tokens" in err
+    assert re.findall("first|the second line", out) == ["first"] * 2 + ["the second line"] * 2
     out, _ = call(capsys, trained, f"prompt=FILE:{tmp_path / 'lines.txt'}", "max_new_tokens=1")
     assert out.startswith("first\n\nthe second line\n")
+
+
+def test_the_sample_after_training():
+    """It has no dropout, and it ends at the end-of-text token."""
+    model, tokenizer = tiny("gpt", vocab_size=257, dropout=0.5), load_tokenizer({"kind": "byte"})
+    one, other = (sample.sample_text(model.train(), tokenizer, "ab", 20, temperature=0) for _ in range(2))
+    assert one == other and not model.training
+    tokenizer.eot, = greedy(model, list(b"ab"), 1)
+    assert sample.sample_text(model, tokenizer, "ab", 20, temperature=0) == "ab"
 
 
 def test_a_long_prompt_is_cropped_and_said(trained, capsys):

@@ -115,7 +115,7 @@ def test_random_requests_are_answered_as_if_alone(seed):
                        vocab_size=vocab, slots=rng.randint(1, 4))
 
 
-@pytest.mark.parametrize("fill, sizes", [("exact", {}), ("propagate", dict(exit_loop=2))], ids=str)
+@pytest.mark.parametrize("fill, sizes", [("exact", {}), ("propagate", dict(exit_loop=2, qk_norm=True))], ids=str)
 def test_later_tokens_find_the_keys_of_those_that_left(fill, sizes):
     model = looping(**sizes)
     work = work_of(random.Random(2), 12, most=20)
@@ -123,6 +123,10 @@ def test_later_tokens_find_the_keys_of_those_that_left(fill, sizes):
     deeper = [b > a for _, exits, _ in want for a, b in zip(exits, exits[1:])]
     assert sum(deeper) > 5 and {loop for _, exits, _ in want for loop in exits} == {*range(1, model.loops_to_run + 1)}
     assert_answers(want, model, work, exit=RULE, fill=fill)
+
+
+def test_a_model_without_a_limit_has_room():
+    assert serve.Engine(looping(pos="none"), 1).max_len == 8 * looping().cfg.block_size
 
 
 def test_sampled_answers_do_not_depend_on_the_batching():
@@ -327,7 +331,7 @@ def test_broken_weights_are_no_answer():
 
 ROUTERS = {"expert": dict(), "aux_router": dict(causal="aux_router"), "token": dict(router="token"),
            "token, cycle": dict(router="token", share="cycle", n_layer=6), "none": dict(router="none"),
-           "capped": dict(exit_loop=2)}
+           "capped": dict(exit_loop=2), "token, capped": dict(router="token", exit_loop=2)}
 
 
 @torch.no_grad()
@@ -351,5 +355,5 @@ def test_routed_answers_are_those_of_a_text_alone(name, monkeypatch):
     for many in 3, 16:
         monkeypatch.setattr(serve.Engine, "MANY", many)
         assert_answers(want, model, work)
-    loops = {"none": {3}, "capped": {1, 2}}.get(name, {1, 2, 3})
+    loops = {"none": {3}, "capped": {1, 2}, "token, capped": {1, 2}}.get(name, {1, 2, 3})
     assert {loop for _, exits, _ in want for loop in exits} == loops

@@ -117,6 +117,31 @@ def test_examples_are_what_the_task_says(task, split):
     assert len(seen - {-1}) >= tasks.TASKS[task].vocab_size - 1     # memorization leaves out a value
 
 
+def test_chances_are_those_of_the_docstring():
+    """They are the share of noise, the places of needles and letters, and which pair is asked for."""
+    noise = np.mean([np.array(x[::2]) >= 16 for x, _ in examples("noisy_recall", 128)])
+    needles = [np.array(x) < 16 for x, _ in examples("needles", 64)]
+    letters = [np.flatnonzero(np.array(x) < 14) for x, _ in examples("selective_copying", 64)]
+    assert noise == pytest.approx(0.2, abs=0.02)
+    assert {n.sum() for n in needles} == {16} and len({n.argmax() for n in needles}) > 5
+    assert np.mean([np.diff(at[at < 47]).mean() for at in letters]) > 1.5, "blanks stand between letters"
+    motifs = [[tuple(run) for _, run in itertools.groupby(x[x.count(15):], lambda t: t >= 7)]
+              for x, _ in examples("fuzzy_recall", 60)]
+    assert len({m[:-1].index(m[-1 - (m[-1][0] >= 7)]) for m in motifs}) > 1, "not always the first pair is asked for"
+
+
+def test_a_fingerprint_is_of_all_that_a_run_reads(data_dir):
+    tasks_read = [batches("recall", 8, task_examples=n).fingerprint for n in (0, 5)]
+    texts = []
+    for changed in ("", "train", "val"):
+        splits = load_data(data_dir / "words")
+        for split in splits.values():
+            split.sha256 = "0" if split.split == changed else split.sha256
+            split.check = lambda: None
+        texts.append(TextBatches(splits, TrainConfig(), 8).fingerprint)
+    assert len({*tasks_read}) == 2 and len({*texts}) == 3
+
+
 def test_the_examples_in_the_docstring():
     shown = re.findall(r"    inputs ([ \d]+)\n    targets ([ .\d]+)\n", tasks.__doc__)
     for name, rows in zip([name for name in CHECKS if name not in ("noisy_recall", "s5")], shown, strict=True):

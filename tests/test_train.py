@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,8 +22,9 @@ import torch
 
 import graphs
 import model_gpt
-from common import checkpoint, huggingface, options, optim
-from lab import eval as evaluation
+from common import checkpoint, device, huggingface, options, optim
+from common.data import Windows
+from lab import eval as evaluation, plot
 import runs
 import sample
 import train
@@ -206,6 +208,35 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     other = runs.run("gpt", tmp_path / "other", data_dir, "pos=alibi", "max_steps=1", "seed=5").model
     named = train.setup(runs.arguments("gpt", tmp_path, data_dir, "eval_only=true", f"init_from={tmp_path}/other/r"))
     assert named.step == 1 and torch.equal(named.model.wte.weight, other.wte.weight)
+
+
+def test_a_damaged_validation_text_is_refused(tmp_path, data_dir):
+    shutil.copytree(data_dir / "words", tmp_path / "words")
+    content = bytearray((tmp_path / "words" / "val.bin").read_bytes())
+    content[0] ^= 1
+    (tmp_path / "words" / "val.bin").write_bytes(content)
+    with pytest.raises(UserError, match="val.bin is damaged"):
+        train.setup(runs.arguments("gpt", tmp_path, tmp_path))
+
+
+def test_windows_reach_the_last_token():
+    val = SimpleNamespace(tokens=30)
+    assert Windows(val, 2, 8).n_windows(val) == 22
+
+
+def test_any_number_of_processes_evaluates(monkeypatch):
+    """Their number need not divide gradient_accumulation_steps."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(device.dist, "init_process_group", lambda *args, **more: None)
+    assert device.Processes(TrainConfig(eval_only=True, gradient_accumulation_steps=1, device="cpu")).world == 3
+
+
+def test_the_curves_of_a_run(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plot, "draw", lambda path, panels, title: drawn.extend(panels[0][1]))
+    plot.draw_curves([{"step": 1, "ce": 2.0}, {"step": 2, "val_ce": 3.0}], "file", "title")
+    assert drawn == [("training", [(1, 2.0)]), ("validation", [(2, 3.0)])]
 
 
 def test_weights_of_another_tokenizer_are_refused(tmp_path, data_dir):
