@@ -122,6 +122,7 @@ def test_the_first_seed_of_all_rows_comes_first(tmp_path, monkeypatch):
 def test_what_a_call_does(words, runs, monkeypatch, capsys):
     """Without a name it only tells what there is to do, and with `write` it makes no runs."""
     called, written = [], []
+    monkeypatch.setattr(reproduce, "load_experiments", lambda: {"quick": EXPERIMENTS["quick"]})
     monkeypatch.setattr(reproduce, "reproduce", lambda plans, again: called.append((*plans, again)) or [])
     monkeypatch.setattr(reproduce, "write", lambda experiment, of_it: written.append(experiment.name))
     reproduce.main(words)
