@@ -86,6 +86,12 @@ def test_a_run_in_bfloat16_is_scored_in_bfloat16(tmp_path, data_dir):
     assert evaluate(trainer.folder)["ce"] == pytest.approx(narrow, rel=1e-5) and abs(narrow - wide) > 1e-5
 
 
+def test_prefill_reaches_the_model(tmp_path, data_dir, monkeypatch):
+    run = runs.run("lrt", tmp_path, data_dir, "max_steps=1").folder
+    monkeypatch.setattr(evaluation, "evaluate_tasks", lambda model, tokenizer, cfg: {"prefill": model.cfg.prefill})
+    assert evaluate(run, "tasks=any", "prefill=interleaved")["prefill"] == "interleaved"
+
+
 def test_padding_of_the_vocabulary_and_several_right_answers():
     model, tokenizer = tiny("gpt", vocab_size=260, block_size=32), load_tokenizer({"kind": "byte"})
     model.head.register_forward_hook(lambda module, inputs, out: F.pad(out[..., :257], (0, 3), value=99.0))
