@@ -255,3 +255,8 @@ def test_a_chain_that_is_not_finite_is_told_and_the_run_goes_on(data_dir, tmp_pa
     assert line.startswith("step 3: val ce not finite, val ce estimate ") and trainer.best_ce == best
     *_, row = map(json.loads, trainer.log.path.read_text().splitlines()[rows:])
     assert row["step"] == trainer.evaluated == 3 and math.isfinite(row["val_ce_estimate"]) and "val_ce" not in row
+
+
+def test_half_of_a_full_context_stays():
+    """The prefill of a chain is slow. Without a chain all tokens stay."""
+    assert [tiny("lrt", block_size=13, **sizes).context_kept for sizes in ({}, dict(memory=False))] == [7, 13]
