@@ -287,6 +287,8 @@ def setup(argv):
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
               make_optimizers(model, cfg), *teacher)
     if not cfg.eval_only:
+        if compiles(cfg, procs.device):
+            note("torch.compile takes a minute or two at the start (compile=false starts at once)")
         try_micro_step(run)
         if cfg.compile == "graph":
             run.recorded = record_micro_step(run)
@@ -442,8 +444,6 @@ def prepare_forward(cfg, model, procs):
     """Return the model as training calls it: compiled if compile= says so, and data parallel if
     there are several processes."""
     compiled = compiles(cfg, procs.device)
-    if compiled:
-        note("torch.compile takes a minute or two at the start (compile=false starts at once)")
     if cfg.fsdp:
         torch.compiler.config.recompile_limit = 64  # all blocks share one function's compilations
         for block in blocks_of(model) if compiled else ():

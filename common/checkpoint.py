@@ -124,7 +124,7 @@ def build_model(ckpt, **overrides):
         raise UserError(f"{name}={values[name]} is no option of model={ckpt['model']}")
     try:
         cfg = module.Config(**values)
-    except ValueError as e:
+    except (TypeError, ValueError) as e:
         raise UserError(first_line(e)) from e
     try:
         model = module.Model(cfg)

@@ -79,7 +79,8 @@ FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
 # The first name of an activation is written, all of them are read.
 ACTS = {"swiglu": ("silu", "swish"),
         "geglu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")}
-# The values of a family are: has it qk_norm, has it a window, its mlp, scale_embeddings.
+# A family has these values: whether it has qk_norm, whether it has a window, its mlp, and
+# scale_embeddings.
 FAMILIES = {"llama": (False, False, "swiglu", False),
             "mistral": (False, True, "swiglu", False),
             "qwen3": (True, False, "swiglu", False),

@@ -227,7 +227,7 @@ def typed_config(schema, values):
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
     check_known(values, kinds)
     for name, value in values.items():
-        if name in allowed and str(value).lower() in ("true", "false"):     # YAML has a bool here
+        if name in allowed and str(value).lower() in ("true", "false"):  # a bool of YAML, or True
             value = str(value).lower()
         typed[name] = typed_value(name, value, kinds[name])
         if typed[name] not in allowed.get(name, [typed[name]]):

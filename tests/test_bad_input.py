@@ -278,7 +278,8 @@ def test_a_compiler_that_is_missing(world, capfd, monkeypatch):
 def test_streams_that_nobody_reads(world, tmp_path):
     """A daemon closes stdin, stdout and stderr, a disk is full, or head ends. The program goes on to its end."""
     command = [sys.executable, ROOT / "prepare.py", f"dataset=file:{world / 'ö.txt'}", "tokenizer=byte", f"data_dir={tmp_path}"]
-    assert subprocess.run(["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command]).returncode == 0
+    done = subprocess.run(["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command])
+    assert done.returncode == 0 and len(list(tmp_path.glob("*/meta.json"))) == 1
     with open("/dev/full", "w") as full:
         options.say("a line", full)
         options.say("another line", full)

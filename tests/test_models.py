@@ -355,7 +355,7 @@ def test_optimizer_groups(name):
         muon = {id(p) for g in groups if g["optimizer"] == "muon" for p in g["params"]}
         matrices = {id(p) for n, p in model.named_parameters()
                     if p.dim() == 2 and n.split(".")[0] in ("first", "blocks", "last", "rec") and "embedding" not in n}
-        assert muon <= matrices and (optimizer == "muon") == bool(muon)
+        assert muon <= matrices and bool(muon) == (optimizer == "muon")
         if optimizer == "muon" and not hasattr(model, "parameter_kinds"):
             assert muon == matrices
 

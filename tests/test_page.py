@@ -40,13 +40,12 @@ def folders(data_dir, tmp_path_factory):
 
 def test_options_reach_the_engine(folders, monkeypatch):
     monkeypatch.setattr(uvicorn.Server, "run", lambda self: None)
+    monkeypatch.setattr(page, "runs", {})
     options = "port=0 device=cpu slots=3 exit=static:1 fill=propagate batching=sequence dtype=bfloat16 fast=false"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "runs", {})
-        page.main([f"{folders}/relaxed", *options.split()])
-        run = page.runs["relaxed"]
-        with pytest.raises(UserError, match="exit and fill are for relaxed"):
-            page.main([f"{folders}/mor", "port=0", "exit=static:1"])
+    page.main([f"{folders}/relaxed", *options.split()])
+    run = page.runs["relaxed"]
+    with pytest.raises(UserError, match="exit and fill are for relaxed"):
+        page.main([f"{folders}/mor", "port=0", "exit=static:1"])
     assert (len(run.slots), run.propagate, run.batching, run.model.cfg.fast) == (3, True, "sequence", False)
     assert run.rule and run.model.wte.weight.dtype == torch.bfloat16
 
