@@ -179,9 +179,9 @@ class Context:
                        masks in another way"""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=None):
-        """x (B, T, C) are the embeddings, of which only T, the dtype and the device are read. In a
-        call with a cache, x is uninitialized and has the shape (B, T). pos and k_pos are None in a
-        plain pass, in which tokens and keys have the positions 0 .. T - 1.
+        """x (B, T, C) are the embeddings, of which no value is read, but only B, T, the dtype and
+        the device. In a call with a cache, x is uninitialized and has the shape (B, T). pos and
+        k_pos are None in a plain pass, in which tokens and keys have the positions 0 .. T - 1.
         causal says that the keys are those of all earlier tokens, followed by those of the call's
         tokens, so that the order of the keys alone gives the mask. has_bias says whether there is a
         bias. By default (None) there is one only where the causal mask is not enough, because
@@ -261,16 +261,12 @@ def attend(q, k, v, bias, fast, dropout=0.0):
         scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.size(-1))  # (B, H, T, S)
         probs = (upcast(scores) + bias).softmax(-1)
         return F.dropout(probs, dropout).to(v.dtype) @ v            # (B, H, T, D)
-    elif bias is None and T == 1:
-        # The query is the last token, which attends to all keys, so that no mask is needed.
-        return F.scaled_dot_product_attention(q, k, v, None, dropout, enable_gqa=H != G)
-    elif bias is None:
-        # torch's own causal mask begins at the first key, which is right for T = S only.
-        return F.scaled_dot_product_attention(q, k, v, None, dropout, True, enable_gqa=H != G)
-    else:
-        # torch wants the bias in q's dtype. In 16 bits this rounds ALiBi's.
-        bias = bias.to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, bias, dropout, enable_gqa=H != G)
+    # torch's own causal mask begins at the first key, which is right for T = S. A single query is
+    # the last token. It attends to all keys, so that it needs no mask.
+    causal = bias is None and T > 1
+    # torch wants the bias in q's dtype. In 16 bits this rounds ALiBi's.
+    bias = None if bias is None else bias.to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, enable_gqa=H != G)
 
 
 class MLP(nn.Module):

@@ -348,8 +348,7 @@ class CachedContext(Context):
         if self.slots.at is not None:  # rows may differ
             self.padding = self.slots.at == cache.max_len  # place gives this slot to padding
         # The kinds of layers that have slots are those that have RoPE.
-        kinds = self.rope if T == 1 else ()
-        self.newest = {kind: newest_slot(kind, self) for kind in kinds}
+        self.newest = {kind: newest_slot(kind, self) for kind in self.rope if T == 1}
 
 
 def newest_slot(kind, context):

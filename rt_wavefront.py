@@ -85,7 +85,7 @@ def forward_pass(wave, x, *weights, pairs=None):
 def forward_step(wave, states, pairs, w, step):
     """Run one chunk of each active layer. The chunk is read from states, and its outputs and
     persistent pairs are written to states and pairs. w has the weights of the active layers."""
-    eps, pieces, w_kv = wave.cfg.norm_eps, wave.pieces, w.qkv[:, wave.kv_rows]
+    eps, pieces = wave.cfg.norm_eps, wave.pieces
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     x = wave.diagonal(states[:-1], step, 1)                                      # (A, K, B, C)
     (q, k_temp, v_temp), _ = wave.temporary(x.flatten(1, 2), w, rope)            # (1)
@@ -99,7 +99,8 @@ def forward_step(wave, states, pairs, w, step):
         z_i, z_n = pieces.add_and_norm(x_i, product(a_i, w.wo), eps)             # (3), n2(z)
         u_i = product(z_n, w.up)
         y_i, y_n = pieces.add_and_norm(z_i, product(F.gelu(u_i), w.down), eps)   # (4), n1(y)
-        write_pair(k[:, i], v[:, i], product(y_n, w_kv), w.nk, ropes[i], eps)    # (5)
+        k_i, v_i, _ = persistent(wave, y_n, w, ropes[i])                         # (5)
+        k[:, i], v[:, i] = k_i.reshape(-1, wave.D), v_i.reshape(-1, wave.D)
         ys.append(y_i)
     wave.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
     for buffer, new in zip(pairs, (k, v)):
@@ -141,10 +142,6 @@ class Wavefront:
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.wide)
-        # For each chunk: its start, which is the number of earlier keys, and the arguments (q_pos,
-        # k_pos, slopes) with which attend_by_position reads these.
-        self.earlier = [(start, (self.pos[start:start + self.K], self.pos[:start], self.slopes))
-                        for start in range(S, S + self.length, self.K)]
         # In a chunk the bias, (H or 1, K, K), is ALiBi's, and -inf unless the key is earlier.
         pos = self.pos[:self.K]
         bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
@@ -174,6 +171,12 @@ class Wavefront:
         shape[0], shape[dim] = hi - lo, self.K
         return buffer.as_strided(shape, stride, first)
 
+    def earlier(self, l, step):
+        """Return the number of keys before layer l's chunk of a step, and the arguments q_pos,
+        k_pos and slopes with which attend_by_position reads these keys."""
+        start = self.S + (step.s - l) * self.K
+        return start, (self.pos[start:start + self.K], self.pos[:start], self.slopes)
+
     def temporary(self, x, w, rope):
         """Return q, k^ and v^ (A, B, H, K, D) of rows x (A, K B, C), as in (1), with the pairs
         repeated for each query head. Return also the parts of n1, nq and nk, because the backward
@@ -193,11 +196,11 @@ class Wavefront:
         """Return out (A, B, H, K, D) and lse (A, B, H, K) of a chunk's queries after they have
         attended to their temporary pairs and to all earlier chunks."""
         score, found = (q * k_temp).sum(-1) * self.scale, []  # the temporary pair's
-        for n, l in enumerate(range(step.lo, step.hi)):  # l is active layer number n
-            start, positions = self.earlier[step.s - l]
+        for at, l in enumerate(range(step.lo, step.hi)):  # active layer number at
+            start, positions = self.earlier(l, step)
             keys, values = pairs[:, l, :, :, :start]  # all are visible
-            own = score[n], v_temp[n]
-            found.append(kernels.attend_by_position(q[n], keys, values, *positions, own=own))
+            own = score[at], v_temp[at]
+            found.append(kernels.attend_by_position(q[at], keys, values, *positions, own=own))
         out, lse = map(torch.stack, zip(*found))
         return out, lse
 
@@ -241,7 +244,7 @@ def stack_weights(cfg, blocks):
 
 
 def product(x, w):
-    """Return W x for each row of x (A, n, in), where w (A, out, in) has each layer's W, in the
+    """Return W x for each row of x (A, P B, in), where w (A, out, in) has each layer's W, in the
     dtype of x. product(d, w.mT) is W.T d."""
     return torch.bmm(x, w.mT)
 
@@ -290,15 +293,11 @@ def add_and_norm(x, update, eps):
     return x, F.rms_norm(x, x.shape[-1:], eps=eps).to(update.dtype)
 
 
-def write_pair(k_out, v_out, rows, weight, rope, eps):
-    """Write the pair of one position to k_out and v_out (Z, D), as in (5). rows (A, B, 2 G D)
-    are Wk n1(y) beside Wv n1(y)."""
-    k, v = rows.chunk(2, -1)
-    B, D = rows.size(1), k_out.size(1)
-    k, _ = heads(k, weight, rope, eps, B, D)
-    for new, out in ((k, k_out), (v, v_out)):
-        out = out.view(rows.size(0), B, -1, D)
-        out.copy_(new.view(out.shape))
+def persistent(wave, y_n, w, rope):
+    """Return k, v (A, P, B, G, D) of y_n = n1(y) (A, P B, C), as in (5), and the parts of nk."""
+    k, v = product(y_n.to(wave.dtype), w.qkv[:, wave.kv_rows]).chunk(2, -1)  # (A, P B, G D) each
+    k, k_parts = heads(k, w.nk, rope, wave.cfg.norm_eps, wave.B, wave.D)
+    return k, v.view(v.size(0), -1, wave.B, wave.G, wave.D), k_parts
 
 
 # ---- the backward pass ----
@@ -374,13 +373,6 @@ def backward_pass(wave, states, dy, *weights):
     return [d_states[0, :wave.T].transpose(0, 1), *grads]
 
 
-def persistent(wave, y_n, w, rope):
-    """Return k, v (A, P, B, G, D) of y_n = n1(y) (A, P B, C), as in (5), and the parts of nk."""
-    k, v = product(y_n.to(wave.dtype), w.qkv[:, wave.kv_rows]).chunk(2, -1)  # (A, P B, G D) each
-    k, k_parts = heads(k, w.nk, rope, wave.cfg.norm_eps, wave.B, wave.D)
-    return k, v.view(v.size(0), -1, wave.B, wave.G, wave.D), k_parts
-
-
 def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     """Go back through one chunk of each active layer. dy is read from d_states[l + 1], and dx is
     written to d_states[l]. This also adds to grads, and to d_pairs of earlier chunks."""
@@ -421,21 +413,21 @@ def reverse_loop(wave, chunk, dy, w):
     (A, K B, .), and leave da and delta in chunk.attention. _low marks what is in the dtype of
     products."""
     pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv_rows]
-    ropes, y_parts, z_parts, k_parts, rows = (each_position(tensors, wave.K) for tensors in (
-        chunk.rope, chunk.y_parts, chunk.z_parts, chunk.k_parts, (dy, chunk.u)))
+    ropes, y_parts, z_parts, k_parts = (each_position(tensors, wave.K) for tensors in (
+        chunk.rope, chunk.y_parts, chunk.z_parts, chunk.k_parts))
+    dys, us = dy.split(wave.B, 1), chunk.u.split(wave.B, 1)                      # (A, B, .) each
     done = []
     for j in reversed(range(wave.K)):
-        dy_j, u_j = rows[j]                                                      # (A, B, .)
         dk, dv = attention.kv_grad(j)                                            # (B1), (B2)
         dkv = pair_backward(dk, dv, w.nk, ropes[j], k_parts[j], wave.dtype)
         dn = product(dkv, w_kv.mT)
-        g, g_low = pieces.add_norm_backward(dy_j, dn, *y_parts[j])               # (B3)
-        du = torch.ops.aten.gelu_backward(product(g_low, w.down.mT), u_j)        # (B4)
+        g, g_low = pieces.add_norm_backward(dys[j], dn, *y_parts[j])             # (B3)
+        du = torch.ops.aten.gelu_backward(product(g_low, w.down.mT), us[j])      # (B4)
         dn = product(du, w.up.mT)
         dz, dz_low = pieces.add_norm_backward(g, dn, *z_parts[j])                # (B5)
         attention.write_query_grad(j, product(dz_low, w.wo.mT))                  # (B6)
         done.append((g_low, du, dz, dkv))
-    return (torch.cat(rows[::-1], 1) for rows in zip(*done))
+    return (torch.cat(of_all[::-1], 1) for of_all in zip(*done))
 
 
 def input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step):
@@ -468,12 +460,12 @@ def outside_backward(wave, q, k_temp, v_temp, attention, pairs, d_pairs, step):
     ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), because delta is da . a
     dq, dk_temp, dv_temp = ds * k_temp * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
     a, da = a.to(wave.dtype), da.to(wave.dtype)
-    for n, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has no earlier keys
-        start, positions = wave.earlier[step.s - l]
+    for at, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has no earlier keys
+        start, positions = wave.earlier(l, step)
         keys, values = pairs[:, l, :, :, :start]
         new = kernels.attend_by_position_backward(
-            q[n], keys, values, a[n], lse[n], da[n], *positions)
-        dq[n] += new[0]  # (B7)
+            q[at], keys, values, a[at], lse[at], da[at], *positions)
+        dq[at] += new[0]  # (B7)
         d_pairs[0, l, :, :, :start] += new[1]  # (B2)
         d_pairs[1, l, :, :, :start] += new[2]
     return dq, dk_temp, dv_temp
@@ -553,7 +545,8 @@ def write_query_grad(da_out, delta_out, da, a):
 
 
 def pair_backward(dk, dv, weight, rope, parts, dtype):
-    """Return the gradient of write_pair's rows in dtype, from dk, dv (A, B, G, D)."""
+    """Return the gradient of Wk n1(y) beside that of Wv n1(y), (A, B, 2 G D) in dtype, from dk
+    and dv (A, B, G, D)."""
     dk = heads_backward(rotated_back(dk[:, None], rope), weight, parts)
     return torch.cat([dk, dv.flatten(2)], -1).to(dtype)
 
