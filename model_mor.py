@@ -15,7 +15,8 @@ one:
 router=expert (expert choice, Section 2.2.1): a recursion chooses its tokens. A_r are the tokens of
 a sequence of T tokens that take recursion r, and A_0 are all of them. Recursion r gives a score s
 to each token of A_{r-1}, and A_r are the k_r tokens with the highest scores. A_1 are all tokens,
-too, because k_1 = T.
+too, because k_1 = T, so that the scores of recursion 1 choose nothing and are only factors in
+(2.1).
 
     s = w_r . h
     k_r = max(1, floor(T (R - r + 1) / R))
@@ -31,14 +32,16 @@ is the loss with those of training.
 
 An auxiliary loss teaches s to be positive where top k chooses. It is aux_weight times the binary
 cross-entropy of s against whether the token was chosen, for r = 1 too, as in the authors' code. If
-causal=aux_router, this loss trains a second router, which reads detached states, and not s. The
-second router's scores then decide in decoding.
+causal=aux_router, this loss trains a second router, which reads detached states, and not s. Then s
+learns only as a factor in (2.1), and the second router's scores decide in decoding.
 
 router=token (token choice, Section 2.2.1): a token chooses its depth i, the number of its
-recursions, once, from its state h_1 before F_1. With router_func=sigmoid, p = alpha sigmoid(W h_1).
+recursions, once, from its state h_1 before F_1. (In model_relaxed.py h_1 is another state.)
 
     p = softmax(W h_1),   i = argmax p
     h <- h_1 + p_i F_i(.. F_1(h_1))                            (2.2)
+
+With router_func=sigmoid, p = alpha sigmoid(W h_1).
 
 A loss keeps the depths in balance: balance_weight R sum_i f_i mean(p_i), where f_i is the fraction
 of tokens with depth i. If balance=loss_free, a bias b does this instead: i = argmax(p + b), and
@@ -56,8 +59,8 @@ This file differs from the paper or from the authors' code:
 - Weights start as model_gpt's.
 - kv=share. Here F_2 .. F_R make keys and values that nobody reads, which takes 1 % of a step.
 - Left out are random routers and the capacity warm-up, which is off in their code. Left out is also
-  their third kind of keys and values: all tokens keep those of F_1, but a token that takes a later
-  recursion shows its new ones there.
+  their third kind of keys and values: all tokens keep those of F_1, but in a later recursion a
+  token that takes it offers its new ones.
 - loop_warmup is not theirs. While training runs r < R recursions, those have the k_1 .. k_r that
   they have later, and evaluation runs all R. Token choice has no warm-up, because its depths could
   not be in balance.
@@ -272,10 +275,10 @@ class Model(LanguageModel):
     # ---- the loss ----
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
-        """Return what every model returns. If there are targets and a router, the dict also has, as
-        depth1 .. depthR, the fractions of tokens that took so many recursions, and it has what the
-        router's loss logs. In eval mode with router=expert it also has "ce_topk". In training the
-        router's loss is added to ce."""
+        """Return what every model returns. If there are targets, a router and no cache, the dict
+        also has, as depth1 .. depthR, the fractions of tokens that took so many recursions, and it
+        has what the router's loss logs. In eval mode with router=expert it also has "ce_topk". In
+        training the router's loss is added to ce."""
         cfg = self.cfg
         if targets is None or cache is not None or idx.numel() == 0 or cfg.router == "none":
             return super().forward(idx, targets, cache, n_valid)
@@ -347,7 +350,8 @@ class Model(LanguageModel):
     def flops_per_token(self):
         """Return FLOPs as model_gpt does, but a layer counts for the fraction of tokens that take
         it, and only the recursions that a training pass runs now are counted. The count of token
-        choice takes the depths to be in balance."""
+        choice takes the depths to be in balance. A compiled pass of token choice runs all tokens in
+        all recursions (see GatheredSubset), which is not counted."""
         cfg, attn, n_run = self.cfg, self.blocks[0].attn, self.training_loops
         routers = sum(p.numel() for name, p in self.named_parameters() if "router" in name)
         flops = 6.0 * (self.head.weight.numel() + routers * n_run / cfg.n_loop)
@@ -480,7 +484,7 @@ class GatheredSubset:
         self.kept = self.gather(chosen)
         self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
                                      for x in tokens.rope]              # (m, 1, n, D / 2)
-        self.bias = None  # the causal mask hides the tokens that fill up, on the right, too
+        self.bias = None  # The causal mask also hides the tokens that fill a row up, on its right.
         if self.cfg.kv == "share":
             self.bias = attention_bias(self.gather(tokens.pos.expand(B, T)), tokens.k_pos)
 
@@ -599,13 +603,13 @@ class Cache(KVCache):
         later[1] (F_3)              a          starts with room for k_3 = 1
 
     A token has keys only where it recurses, which is the paper's gain in memory: a cache of
-    configs/mor_tiny.yaml begins with 6,136 bytes a token where keys in all recursions would take
-    8,192. The gain of a recursion is lost when one row needs more than k_r slots, and in decoding
-    by static calls, because GrowingCache then has room for all tokens.
+    configs/mor_tiny.yaml begins with 6,136 bytes a token (in float32, with max_len=256) where keys
+    in all recursions would take 8,192. The gain of a recursion is lost when one row needs more than
+    k_r slots, and in decoding by static calls, because GrowingCache then has room for all tokens.
 
-    In its caches the engine of serve.py has gaps instead. Each of its rows (a Slot there) holds
-    another request, and in one step these requests are in different loops, so that entry p of a
-    loop is the token at position p or nothing."""
+    In its caches the engine of serve.py has gaps instead. Each row of that engine holds another
+    request, and in one step these requests are in different loops, so that entry p of a loop is the
+    token at position p or nothing."""
 
     def __init__(self, cfg, n_run, batch_size, max_len, *device_and_dtype):
         R, K, own = cfg.n_loop, cfg.n_stored, cfg.kv == "recursion"

@@ -1,28 +1,30 @@
 """
 Recursive and Relaxed Recursive Transformers: layers tied over depth, relaxed by low-rank deltas.
 
-A trained Transformer of L layers is cut down to K = L / R stored blocks, which run one after the
-other in R = n_loop loops: this is the Recursive Transformer. In the Relaxed Recursive Transformer
+A trained Transformer is cut down to K stored blocks, which run one after the other in R = n_loop
+loops. So the smaller model has L = K R unrolled layers: this is the Recursive Transformer. In loop
+u + 1 each block is used for the u-th time, u = 0 .. R - 1. In the Relaxed Recursive Transformer
 each use of a stored matrix adds a low-rank delta of its own (LoRA), so that the layers differ
 again. The smaller model starts from the trained one and is trained further, so that it loses
 little (lab/RESULTS.md has what it cost here); from random weights it is only a looped Transformer.
 
     h_{l+1} = Block_k(h_l; u)               k = l mod K,  u = l // K,  l = 0 .. L - 1       (2)
 
-    y = W' x + B_u A_u x                    each matrix of a block                          (3)
+    y = W' x + B_u A_u x                    each matrix of each block has its own W',       (3)
+                                            and A_u and B_u for each use u
         x (in,)   y (out,)   W' (out, in)   A_u (r, in)   B_u (out, r)   r = min(rank, in, out)
 
     U S V^T = W_l diag(g_l / g') - W'       singular value decomposition of what W' lacks   (4)
     B_u = U_r S_r,   A_u = V_r^T            at the start; the r largest singular values
 
 (2), (3) and (4) are the paper's numbers. h_0 are the embeddings, as in model_gpt.py. A block has
-seven matrices, and each is computed by (3): they are W_q, W_k, W_v and W_o of attention, and
-W_gate, W_up and W_down of the MLP. All uses of a block share W' and its norms, which is what tied
-means; A_u and B_u belong to one use of one matrix of one block. W_l is that matrix in layer l of
-the trained model, g_l and g' are the weights of the norms before W_l and W'. No norm stands before
-W_o and W_down, so that they have no ratio. There are no deltas with rank=0, which is the Recursive
-Transformer. At full rank the deltas undo the tying, and the converted model computes what the
-trained one does.
+seven matrices: W_q, W_k, W_v and W_o of attention, and W_gate, W_up and W_down of the MLP. All uses
+of a block share W' and its norms, which is what tied means. In (4) W_l is the matrix W in layer l
+of the trained model, and g_l and g' are the weights of the norms before W_l and W'. No norm stands
+before W_o and W_down, so that they have no ratio. There are no deltas with rank=0, which is the
+Recursive Transformer. If the trained model has L layers and the rank is full, the deltas undo the
+tying, and the converted model computes what the trained one does. If it has another number of
+layers, L of them, evenly spaced, stand for the layers l (some stand twice if there are fewer).
 
 In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
 
@@ -343,7 +345,7 @@ def set_deltas(block, k, u, source):
             n_use, r, _ = part.a.shape
             wanted = folded(block, k, source, name)
             missing = wanted - upcast(part.weight)      # U S V^T, and B_u A_u at full rank
-            # W' and g' are two means of up to n_use weights each, and are rounded as often.
+            # W' and g' are each a mean of up to n_use weights, with up to n_use roundings.
             eps = 2 * n_use * max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
             if missing.norm() > eps * wanted.norm():
                 U, S, Vh = torch.linalg.svd(missing, full_matrices=False)
@@ -358,7 +360,7 @@ def folded(block, k, source, name):
     if name not in ("attn.wo", "mlp.w_down"):   # no norm stands before these two
         norm = "norm1" if name.startswith("attn") else "norm2"
         ratio = upcast(source[f"{norm}.weight"]) / upcast(getattr(block, norm).weight)
-        if not (ratio.abs() < 1e4).all():       # this is also true for NaN
+        if not (ratio.abs() < 1e4).all():       # NaN is refused, too
             raise ValueError(f"{norm} of stored block {k} is near zero, its deltas would be "
                              f"huge: another init may avoid it, rank=0 and lora_init=zero do")
         w = w * ratio

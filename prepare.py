@@ -113,8 +113,8 @@ def source_files(dataset, split):
 
 def text_files(path, endings=TEXT, skip=("__pycache__",)):
     """Return two lists, the files of a path that are read and the others. A file itself and all
-    files of a glob are read, and below a folder those that have one of the endings. UserError if
-    there is none, or for a table."""
+    files of a glob are read, and below a folder those that have one of the endings. Raise
+    UserError if there is none, or for a table."""
     folder = os.path.isdir(path)
     found = list(files_below(path, skip)) if folder else glob.glob(path, recursive=True)
     found = [path] if os.path.isfile(path) else found
@@ -264,8 +264,8 @@ SKIPPED = ("torch/version.py",)  # it names the build
 
 
 def package_text(package) -> list:
-    """Return the texts of a pinned package's files, sorted, each text once. UserError if the
-    package is missing, has another version, or has other text than its wheel."""
+    """Return the texts of a pinned package's files, sorted, each text once. Raise UserError if
+    the package is missing, has another version, or has other text than its wheel."""
     name, _, version = package.partition("==")
     there, texts = "not installed", []
     with contextlib.suppress(PackageNotFoundError, OSError, UnicodeDecodeError):
@@ -380,7 +380,7 @@ def build_tokenizer(cfg, corpus, files):
 def encode(corpus, tokenizer, dtype, files, room) -> Counter:
     """Encode every document on all cores, and write its tokens to the file of its split. A file
     gets at most room[split] tokens. Return how many bytes of text the tokens of each split stand
-    for. UserError if a text does not come back from its tokens."""
+    for. Raise UserError if a text does not come back from its tokens."""
     def encoded(piece):
         _, text, first, ends = piece
         ids = tokenizer.encode_slice(text, first)
@@ -486,7 +486,7 @@ def tell_changes(folder, meta):
 
 def prepare(cfg) -> Path:
     """Make the data set and return its folder. If the data set exists, with the same settings, it
-    is left as it is. UserError for bad input, no network or no space."""
+    is left as it is. Raise UserError for bad input, no network or no space."""
     check_settings(cfg)
     if cfg.name in ("python", "shakespeare", *HELD_OUT):    # dataset=NAME would be ambiguous
         raise UserError(f"name={cfg.name} is the name of a data set itself: choose another")
@@ -521,8 +521,8 @@ def check_settings(cfg):
 
 
 def already_there(folder, cfg) -> bool:
-    """Return whether the data set of cfg exists and is to stay. UserError if the folder holds
-    something else."""
+    """Return whether the data set of cfg exists and is to stay. Raise UserError if the folder
+    holds something else."""
     if not folder.exists():
         return False
     names = set(os.listdir(folder))     # overwrite=true would delete them

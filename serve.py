@@ -14,7 +14,8 @@ of the loop after which it was predicted: 1 blue, 2 magenta, 3 cyan.
 
 Batching. A token takes loop 1. Then it may exit, which means that the next token is predicted from
 it, or take loop 2. (model_mor.py calls a loop a recursion.) In the pictures, two slots decode the
-requests A and B, and C comes next. A column is a step, and A2 is loop 2 of a token of A:
+requests A and B, and C comes next. A column is a step, and A2 is loop 2 of a token of A. (The word
+sequence stands for a request's tokens. share=sequence of model_mor.py is something else.)
 
     sequence    A1 A2 A1 .  A1 A2       a step is one loop of all: slots whose tokens have exited
                 B1 .  B1 B2 C1 C2       wait (.) for the others
@@ -65,12 +66,14 @@ from common.checkpoint import load_run
 from common.device import pick_device
 from common.options import (UserError, check_known, choice, read_text, run_cli, split_args,
                             typed_config)
+from decoding import next_tokens
 from model_gpt import apply_rope, compute_dtype, rope_tables, upcast
-from sample import (Decoding, Sampling, check_finite, check_prompts, next_tokens,
-                    read_prompts)
+from sample import (Decoding, Sampling, check_finite, check_prompts, read_prompts)
 
 
 # ---- the engine: who goes next ----
+
+# Objects of these classes are compared by identity (eq=False), because == of tensors is a tensor.
 
 @dataclass(eq=False)
 class Request:
@@ -116,14 +119,14 @@ class Slot:
         self.fed = [Token(self, pos, h) for pos, h in enumerate(x, start)]
         self.unfinished += self.fed
 
-    def depth(self):
+    def loops_taken(self):
         """Return how many loops the newest tokens have taken. The slot runs the next one."""
         return self.unfinished[-1].loop
 
     def take(self):
         """Remove the tokens that run the slot's next loop from unfinished, and return them."""
-        depth, taken = self.depth(), []
-        while self.unfinished and self.depth() == depth:
+        n, taken = self.loops_taken(), []
+        while self.unfinished and self.loops_taken() == n:
             taken.append(self.unfinished.pop())
         return taken[::-1]
 
@@ -170,13 +173,13 @@ class Engine:
         max_len) says at which positions a lane has keys. mor's first and last layer, with numbers
         -2 and -1, have the lanes of loop 1 alone, because all tokens take both.
 
-        A lane has gaps. It has an entry for every position, also for a token that does not take
-        its loop, and `taken` hides this entry. model_mor.py has no gaps, because it keeps the
-        tokens of a later recursion one after the other. That takes 6,136 bytes a token in
-        README.md's table, where lanes take 8,192. Here a call has rows in different loops, and the
-        loops of a slot have different numbers of tokens. Because of the gaps, the position alone
-        says in every lane where a row writes and which keys come before it. Without gaps, each
-        lane would need a length and the positions of its tokens."""
+        A lane has gaps. It has an entry for every position, also for a token that does not take its
+        loop, and `taken` hides this entry. model_mor.py has no gaps, because it keeps the tokens of
+        a later recursion one after the other. That takes 6,136 bytes a token in the table
+        mor_pareto of lab/results/tables.md, where lanes take 8,192. Here a call has rows in
+        different loops, and the loops of a slot have different numbers of tokens. Because of the
+        gaps, the position alone says in every lane where a row writes and which keys come before
+        it. Without gaps, each lane would need a length and the positions of its tokens."""
         zeros, n = partial(torch.zeros, device=self.device, dtype=dtype), len(self.slots)
         shape = 2, cfg.kv_heads, self.max_len, cfg.head_size
         self.kv = [zeros(n * self.n_loop, *shape) for _ in range(cfg.n_stored)]
@@ -216,14 +219,14 @@ class Engine:
     @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     @torch.inference_mode()
     def step(self):
-        """Run one loop of all slots or, in sequence batching, of the deepest slots. Return the
-        requests that end."""
+        """Run one loop of all slots or, in sequence batching, of the slots that have taken the
+        most. Return the requests that end."""
         # 1. Choose the slots that run. In sequence batching a slot that is back at loop 1 waits for
         # the others. lab.page also makes steps without a busy slot, for which max has a default.
         slots, adapter = self.busy(), self.adapter
         if self.batching == "sequence":
-            deepest = max((slot.depth() for slot in slots), default=0)
-            slots = [slot for slot in slots if slot.depth() == deepest]
+            most = max((slot.loops_taken() for slot in slots), default=0)
+            slots = [slot for slot in slots if slot.loops_taken() == most]
         tokens = [token for slot in slots for token in slot.take()]
 
         # 2. Their tokens take a loop. Frozen ones write their keys first, because others attend to
@@ -260,6 +263,7 @@ class Engine:
         Slots share one call, in which each token is a row (T = 1) and has a copy of its slot's
         keys. A slot with more than MANY tokens has a call of its own, in which it is one row
         (B = 1). Its tokens are those of a long prompt, or most of them have exited before."""
+        # The tokens of a slot stand together.
         slots = [list(its) for _, its in itertools.groupby(tokens, lambda token: token.slot)]
         calls = [(len(its), its) for its in slots if len(its) > self.MANY]
         calls.append((1, [token for its in slots if len(its) <= self.MANY for token in its]))
@@ -282,6 +286,7 @@ class Engine:
         logits = upcast(self.model.head(h))[:, :self.vocab_size]
         if self.rule:
             likeliest = logits.softmax(-1).amax(-1).tolist()
+            # a bool for each slot
             exits = [self.rule(slot.fed[-1].loop, p) for slot, p in zip(asked, likeliest)]
             asked, logits = list(itertools.compress(asked, exits)), logits[exits]
         ids = self.pick(asked, logits)
@@ -587,6 +592,7 @@ def in_colours(r, tokenizer):
     # stream yields one piece more than there are tokens, which is the rest of an unfinished
     # character. It gets loop 1's colour.
     pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])
+    # The codes are 34 (blue), 35 (magenta), 36 (cyan), 31 (red), ..
     new = [f"\033[{31 + (loop + 2) % 6}m{text}\033[0m" for text, loop in pieces]
     return tokenizer.decode(r.prompt) + "".join(new)
 

@@ -10,9 +10,9 @@ The trainer of every model. It runs as one process on a CPU or GPU, or through t
     python train.py help model=rt                       every option, those of model=rt too
 
 The options are those of TrainConfig and of the chosen model's Config. common/options.py merges
-their defaults, a config file, a checkpoint and the command line. Only a single process makes a
-missing data set itself. For several processes, prepare.py must make it first. out/<run>/ receives
-ckpt.pt (the last state), best.pt (the state with the best validation loss), log.jsonl and
+their defaults, a config file, a checkpoint and the command line. A single process makes a missing
+data set of local files itself. In all other cases prepare.py must make it first. out/<run>/
+receives ckpt.pt (the last state), best.pt (the state with the best validation loss), log.jsonl and
 curves.png. `step` counts completed optimizer steps.
 
 On a GPU, Python takes longer to launch the kernels of a small model than they take to run.
@@ -24,8 +24,8 @@ process, and a model that reads no tensor on the host (mor with router=token rea
 A run is repeatable, because its batch depends only on (seed, step), and the random numbers of a
 forward pass depend only on (seed, step, micro-batch). So a resumed run, and a run that evaluates
 more often, ends in the same weights. A run on another number of processes reads the same tokens.
-Schedules depend on step / max_steps, except for warm-ups, which count steps. So if a run is resumed
-with a larger max_steps=, a learning rate that has fallen rises again.
+Schedules depend on step / max_steps, except for warmup_steps and muon_momentum_steps, which count
+steps. So if a run is resumed with a larger max_steps=, a learning rate that has fallen rises again.
 """
 import bisect
 import contextlib
@@ -64,7 +64,8 @@ KEPT = "and what was saved is kept"     # the end of error messages
 @dataclass
 class Run:
     """The parts of a run, and its progress. main, at the end of this file, calls setup, which makes
-    a Run, and then train or evaluate, which take it."""
+    a Run, and then train or evaluate, which take it. The comment above save_and_evaluate explains
+    pending.pt, NEW_LOG and `replaces`."""
     cfg: TrainConfig
     procs: Processes
     batches: object         # TextBatches or TaskBatches
@@ -123,8 +124,8 @@ def train(run):
 
 def train_step(run, signals):
     """Take one optimizer step over the global batch. Return the values to log, and whether any
-    process was asked to stop. UserError in every process if the loss or a gradient is not finite.
-    No weight has moved then."""
+    process was asked to stop. Raise UserError in every process if the loss or a gradient is not
+    finite. No weight has moved then."""
     run.model.train()
     starts = loop_starts(run.model.cfg, run.cfg.max_steps)
     run.model.training_loops = sum(run.step >= start for start in starts)   # for models with loops
@@ -216,8 +217,8 @@ def to_device(x, run):
 
 def clip_and_check(run, logged, signals):
     """Clip the gradients. Return the logged values, summed over all processes, and whether any
-    process was asked to stop, which is summed with them, because one message serves both. UserError
-    in all processes if the loss or the gradient norm is not finite."""
+    process was asked to stop, which is summed with them, because one message serves both. Raise
+    UserError in all processes if the loss or the gradient norm is not finite."""
     clip = run.cfg.grad_clip or math.inf
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm     # sharded gradients
@@ -297,7 +298,7 @@ def setup(argv):
     elif cfg.resume == "true":
         check_teacher(run, ckpt, "teacher" in given)
         restore(run, ckpt)
-    run.replaces = cfg.overwrite and newest(run.folder).exists() or is_replacing(run.folder)
+    run.replaces = (cfg.overwrite and newest(run.folder).exists()) or is_replacing(run.folder)
     # The sum makes each process wait for all others. So all have read the folder before the first
     # one writes to it.
     if procs.sum(run.step)[0] != procs.world * run.step:
@@ -312,8 +313,8 @@ def setup(argv):
 
 
 def check_new(cfg):
-    """UserError if the folder holds a checkpoint and the options do not say what is to happen to
-    it. Its ckpt.pt may have been removed and best.pt kept."""
+    """Raise UserError if the folder holds a checkpoint and the options do not say what is to
+    happen to it. Its ckpt.pt may have been removed and best.pt kept."""
     if cfg.resume == "true" or cfg.overwrite or cfg.eval_only:
         return
     for file, use in ((newest(cfg.folder), "resume=true goes on from it"),
@@ -324,7 +325,7 @@ def check_new(cfg):
 
 
 def check_graph(cfg, procs):
-    """UserError if compile=graph is given where no step can be recorded."""
+    """Raise UserError if compile=graph is given where no step can be recorded."""
     one_gpu = procs.world == 1 and graphs.recordable(torch.empty(0, device=procs.device))
     if cfg.compile == "graph" and not cfg.eval_only and not one_gpu:
         missing = ", and triton is missing" * (not graphs.has_triton())
@@ -349,9 +350,9 @@ def open_batches(cfg, block_size, world):
 
 
 def fit_to_data(cfg, given, batches):
-    """UserError if tokenizer= or sample_prompt= of the command line does not fit the data. If a
-    config file's tokenizer does not fit, the data's is used. If there is no prompt, or a config
-    file's does not fit, the first tokens of the validation data are the prompt."""
+    """Raise UserError if tokenizer= or sample_prompt= of the command line does not fit the data.
+    If a config file's tokenizer does not fit, the data's is used. If there is no prompt, or a
+    config file's does not fit, the first tokens of the validation data are the prompt."""
     task, data = is_task(cfg.dataset), batches.train
     # The tokens of a task are fixed, so that tokenizer= may only repeat its default there.
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
@@ -389,8 +390,8 @@ def make_model(cfg, fields, ckpt, vocab_size):
 
 
 def set_budget(cfg, model, step=0, flops=0.0):
-    """Set max_steps if max_flops is given. UserError if it is less than one step. A resumed run
-    has spent `flops` on its first steps, which may have been larger or smaller than those to
+    """Set max_steps if max_flops is given. Raise UserError if it is less than one step. A resumed
+    run has spent `flops` on its first steps, which may have been larger or smaller than those to
     come."""
     # costs[r] is the FLOPs of a step in which r loops run. With loop_warmup the first steps run one
     # loop, and loop_starts says when further ones begin. A model without loops counts as one loop.
@@ -420,9 +421,9 @@ def set_budget(cfg, model, step=0, flops=0.0):
 
 def load_teacher(cfg, model, data):
     """Return the model that teacher= names, in eval mode, and the fingerprint of its weights.
-    Without a teacher they are None and "". UserError if its tokens are not the data's, if it reads
-    shorter sequences, or if it stands in the run's own folder, where the student would replace
-    it."""
+    Without a teacher they are None and "". Raise UserError if its tokens are not the data's, if
+    it reads shorter sequences, or if it stands in the run's own folder, where the student would
+    replace it."""
     if not cfg.teacher or cfg.eval_only:
         return None, ""
     path, own = Path(cfg.teacher).resolve(), cfg.folder.resolve()
@@ -472,7 +473,7 @@ def try_micro_step(run):
 
 
 def record_micro_step(run):
-    """Return micro_step as a CUDA graph. UserError if the model cannot be recorded.
+    """Return micro_step as a CUDA graph. Raise UserError if the model cannot be recorded.
 
     A replay runs no Python, so that x, y and weight are tensors. try_micro_step has compiled
     Triton's kernels and made the gradients. The graph adds to the gradients where they lie in
@@ -504,8 +505,8 @@ def record_micro_step(run):
 
 
 def check_teacher(run, ckpt, named):
-    """UserError if the teacher is not the one that the run began with. If the command line names
-    the teacher (`named`), a note tells this instead."""
+    """Raise UserError if the teacher is not the one that the run began with. If the command line
+    names the teacher (`named`), a note tells this instead."""
     was = ckpt.get("teacher", run.taught_by)        # older checkpoints do not have it
     if was == run.taught_by:
         return
@@ -647,8 +648,8 @@ def save_and_evaluate(run):
 
 
 def save(run, name):
-    """Save the state as the file `name`. UserError if a weight is not finite, so that the last good
-    checkpoint stays."""
+    """Save the state as the file `name`. Raise UserError if a weight is not finite, so that the
+    last good checkpoint stays."""
     saved = state(run)                          # all processes take part, if weights are sharded
     with run.procs.together():
         if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):

@@ -46,7 +46,8 @@ def sync_folder(folder):
 def save_checkpoint(path, state):
     """Write the state, which is tensors and plain values, and behind it the SHA-256 of its bytes.
     The file is complete at every moment, because a temporary file is flushed to the disk and then
-    takes its place in one move. UserError if the disk refuses. The file is then as before."""
+    takes its place in one move. Raise UserError if the disk refuses. The file is then as
+    before."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -69,10 +70,10 @@ def save_checkpoint(path, state):
 # ---- loading ----
 
 def load_checkpoint(path):
-    """Return the newest state of a run's folder, or the state in a file, on the CPU. OSError if
-    there is none, and UserError if the file is damaged or not one of ours. The SHA-256 covers every
-    byte of the state, and the unpickler runs no code. A field that the model's Config no longer has
-    is dropped, and a note tells this."""
+    """Return the newest state of a run's folder, or the state in a file, on the CPU. Raise
+    OSError if there is none, and UserError if the file is damaged or not one of ours. The SHA-256
+    covers every byte of the state, and the unpickler runs no code. A field that the model's Config
+    no longer has is dropped, and a note tells this."""
     path = newest(Path(path)) if Path(path).is_dir() else Path(path)
     try:
         with naming(path), open_file(path) as f, warnings.catch_warnings(action="ignore"):
@@ -189,8 +190,8 @@ def load_initial(path, option="init_from"):
 
 
 def check_tokenizer(ckpt, data, what):
-    """UserError if weights and data have different tokenizers, because ids then mean different
-    things."""
+    """Raise UserError if weights and data have different tokenizers, because ids then mean
+    different things."""
     ours = data.tokenizer.to_dict()
     theirs = ckpt.get("tokenizer", ours)
     if "tokenizer" not in ckpt:

@@ -34,16 +34,17 @@ def data_folder(cfg):
 
 
 def check_dataset(dataset):
-    """UserError if dataset= is a path alone, because the kind of a data set (file:, hf:) must stand
-    before its path."""
+    """Raise UserError if dataset= is a path alone, because the kind of a data set (file:, hf:)
+    must stand before its path."""
     if ":" not in dataset and Path(dataset).expanduser().exists():
         raise UserError(f"dataset={dataset} is a path: dataset=file:{dataset} reads a text, a glob "
                         f"or a folder of texts, and dataset=hf:{dataset} reads tables")
 
 
 def open_data(cfg):
-    """Return {"train": TokenData, "val": TokenData} of a prepared data set. UserError if there is
-    none, or if the folder was made from another data set, because two names may give one folder."""
+    """Return {"train": TokenData, "val": TokenData} of a prepared data set. Raise UserError if
+    there is none, or if the folder was made from another data set, because two names may give one
+    folder."""
     folder = data_folder(cfg)
     command = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                          f"data_dir={cfg.data_dir}")
@@ -64,8 +65,8 @@ def open_data(cfg):
 # ---- token files ----
 
 def load_data(folder) -> dict:
-    """Return {"train": TokenData, "val": TokenData} of a folder. UserError if it is not a data
-    set."""
+    """Return {"train": TokenData, "val": TokenData} of a folder. Raise UserError if it is not a
+    data set."""
     meta = read_json(folder / "meta.json")
     try:
         tokenizer = load_tokenizer(meta["tokenizer"])
@@ -90,7 +91,7 @@ class TokenData:
         self.file = open_file(self.path)
 
     def check(self):
-        """UserError if the file is not what prepare.py wrote."""
+        """Raise UserError if the file is not what prepare.py wrote."""
         if sha256_of(self.path) != self.sha256:
             raise UserError(f"{self.path} is damaged, and meta.json has another SHA-256: {AGAIN}")
 
@@ -181,7 +182,8 @@ class Windows:
         self.starts = np.arange(0, self.n_windows(val), block_size)
 
     def n_windows(self, data) -> int:
-        """Return the number of places where a window can start. UserError if there is none."""
+        """Return the number of places where a window can start. Raise UserError if there is
+        none."""
         if data.tokens < self.length:
             raise UserError(f"block_size={self.length - 1} is too long for {data.folder}: its "
                             f"{data.split} text has {data.tokens} tokens, so that "

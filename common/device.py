@@ -16,7 +16,8 @@ from common.options import UserError, first_line, typed_value
 
 def pick_device(name, world=1):
     """Return the torch device that a device= option names. With several processes on CUDA, each
-    process takes the GPU of its LOCAL_RANK. UserError if this machine has no such device."""
+    process takes the GPU of its LOCAL_RANK. Raise UserError if this machine has no such
+    device."""
     if name == "auto":                          # gloo cannot use mps
         mps = torch.backends.mps.is_available() and world == 1
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"

@@ -24,7 +24,7 @@ from common.tokenizer import (HUB_NAME, HFTokenizer, byte_signs, check_back, no_
 
 def from_pretrained(path):
     """Return a model_gpt from a Llama-family folder (config.json and safetensors) or a hub name, as
-    transformers reads it. ValueError or UserError names what model_gpt does not compute."""
+    transformers reads it. A ValueError or a UserError names what model_gpt does not compute."""
     folder = hub_folder(path, ["config.json", "model*.safetensors", "*.index.json"])
     theirs = load_llama(folder)
     gpt = model_module("gpt")
@@ -41,8 +41,8 @@ def from_pretrained(path):
 
 def to_pretrained(model, path, eos=None):
     """Write config.json and model.safetensors as transformers reads them. `unrolled` says which
-    models can be written. Generation stops at the token eos. UserError if no family has what the
-    model has."""
+    models can be written. Generation stops at the token eos. Raise UserError if no family has
+    what the model has."""
     model = unrolled(model)
     c = model.cfg
     own = c.qk_norm, c.window > 0, c.mlp, c.scale_embeddings
@@ -90,7 +90,7 @@ FAMILIES = {"llama": (False, False, "swiglu", False),
 @torch.no_grad()
 def unrolled(model):
     """Return the model_gpt that computes the same as a model. A relaxed model is unrolled up to
-    exit_loop, with each use's W' + B A in a layer of its own, and so is a MoR without router.
+    exit_loop, with each use's W' + B A in a layer of its own, and so is a MoR without router. Raise
     UserError for other models."""
     c, gpt = model.cfg, model_module("gpt")
     if type(model) is gpt.Model:
@@ -141,7 +141,7 @@ def llama_name(name):
 
 
 def load_llama(folder):
-    """Return transformers' model of a folder, in float32. ValueError tells what is wrong there."""
+    """Return transformers' model of a folder, in float32. A ValueError tells what is wrong."""
     transformers = need("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -186,9 +186,9 @@ def gpt_fields(theirs):
 
 @torch.no_grad()
 def check_same_logits(model, theirs):
-    """ValueError where transformers computes something else: another mask, another scale. Both
-    compute in float32, whose rounding may move the logits of a deep model by more than 1e-5. How
-    much more is measured: the last bit of the embeddings is changed at random."""
+    """Raise ValueError where transformers computes something else: another mask, another scale.
+    Both compute in float32, whose rounding may move the logits of a deep model by more than 1e-5.
+    How much more is measured: the last bit of the embeddings is changed at random."""
     V, T = model.cfg.vocab_size, min(256, model.cfg.block_size)
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(V, (1, T), generator=generator)
@@ -225,8 +225,8 @@ PROBE = f"  {PROBE}{40 * ' '}b, c . D ! I 'm n't ``e'' 12345\n\n\t\t\r\n"
 
 
 def hf_tokenizer(name) -> HFTokenizer:
-    """Return the tokenizer of a model's folder or hub name. UserError if it does not give every
-    text back, because bits per byte would count bytes that its tokens do not stand for."""
+    """Return the tokenizer of a model's folder or hub name. Raise UserError if it does not give
+    every text back, because bits per byte would count bytes that its tokens do not stand for."""
     try:
         folder = hub_folder(name, ["tokenizer.json", "tokenizer_config.json"])
         config, file = folder / "tokenizer_config.json", folder / "tokenizer.json"
@@ -283,9 +283,9 @@ def hub_folder(name, files) -> Path:
 
 def export(model, tokenizer, path):
     """Make a Hugging Face folder of a model and its tokenizer, and put it into its place, which is
-    empty or holds an older export. UserError if no Llama computes what the model does, or if
-    another file is there, because transformers might read it. A call that fails leaves nothing new
-    behind, and the older export in its place."""
+    empty or holds an older export. Raise UserError if no Llama computes what the model does, or
+    if another file is there, because transformers might read it. A call that fails leaves nothing
+    new behind, and the older export in its place."""
     for file in path.iterdir() if path.exists() else ():
         if file.name not in EXPORTED:
             raise UserError(f"{file} is not of an export: remove it, or choose another folder")

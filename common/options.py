@@ -152,8 +152,8 @@ def is_option(arg) -> bool:
 
 def split_args(argv, least=0, most=0):
     """Return the paths among the arguments and the options, as in ["out/a=1/r", "n=3"] ->
-    (["out/a=1/r"], {"n": "3"}). If an option is given twice, the last one holds. UserError if there
-    are fewer than `least` paths or more than `most`. None as `most` allows any number."""
+    (["out/a=1/r"], {"n": "3"}). If an option is given twice, the last one holds. Raise UserError
+    if there are fewer than `least` paths or more than `most`. None as `most` allows any number."""
     for arg in argv:
         if arg.startswith("-"):
             raise UserError(f"options have no dashes here: {arg.lstrip('-')}")
@@ -211,7 +211,7 @@ class Options:
 
     def between(self, **bounds):
         """Check bounds, given as name=(low, high). Both bounds are allowed values, and None as high
-        is no bound. ValueError for a value outside."""
+        is no bound. Raise ValueError for a value outside."""
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             most = f" and at most {high}" if high is not None else ""
@@ -221,8 +221,8 @@ class Options:
 
 def typed_config(schema, values):
     """Return an instance of the dataclass `schema` with `values`, which may be text of the command
-    line or plain values of a YAML file. UserError if an option is unknown, or if a value has the
-    wrong type or is none of choice()."""
+    line or plain values of a YAML file. Raise UserError if an option is unknown, or if a value has
+    the wrong type or is none of choice()."""
     kinds, typed = typing.get_type_hints(schema), {}
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
     check_known(values, kinds)
@@ -252,8 +252,8 @@ def known(values, options, what) -> dict:
 
 
 def check_known(values, options, where=""):
-    """UserError for the first name among values that is none of options. `where` says, after the
-    name, where it stands."""
+    """Raise UserError for the first name among values that is none of options. `where` says,
+    after the name, where it stands."""
     for name in map(str, values):
         if name not in options:
             near = difflib.get_close_matches(name, options, n=1)
@@ -267,8 +267,8 @@ PATHS = ("out_dir", "data_dir", "init_from", "teacher", "config", "export", "req
 
 
 def home(path) -> str:
-    """Return a path with the home folder in place of ~, as a shell writes it. UserError if there is
-    no such user, so that no folder is named ~."""
+    """Return a path with the home folder in place of ~, as a shell writes it. Raise UserError if
+    there is no such user, so that no folder is named ~."""
     full = os.path.expanduser(path)
     if full.startswith("~"):
         raise UserError(f"{path}: there is no such user; a file of this name is ./{path}")
@@ -321,8 +321,8 @@ for name, pattern, construct in (       # the first pattern that matches a plain
 
 
 def load_yaml(file):
-    """Return the options of a config file. UserError if it is missing, or has other lines than
-    `option: value`."""
+    """Return the options of a config file. Raise UserError if it is missing, or has other lines
+    than `option: value`."""
     text = read_text(file, f"config={file}")
     try:
         values = Loader(text).get_single_data()
@@ -337,7 +337,7 @@ def load_yaml(file):
 
 def model_module(name):
     """Return the module model_<name>.py, which stands in the project's root, in lab/experiments or
-    on PYTHONPATH. UserError with the names that there are, or with what a model file needs."""
+    on PYTHONPATH. A UserError names the models that there are, or what a model file needs."""
     name = typed_value("model", name, str)
     if EXPERIMENTS not in sys.path:
         sys.path.append(EXPERIMENTS)
@@ -362,8 +362,8 @@ def model_module(name):
 # ---- files and names ----
 
 def check_name(name, what="name") -> str:
-    """Return the name of a data set or run. UserError if it has a separator or a leading dot, so
-    that it cannot leave its folder."""
+    """Return the name of a data set or run. Raise UserError if it has a separator or a leading
+    dot, so that it cannot leave its folder."""
     if not NAME.fullmatch(name) or len(name) > 200:
         raise UserError(f"{what} {name!r:.60} is not allowed: it may have up to 200 letters, "
                         "digits and . _ + -, and must begin with a letter or digit")
@@ -384,7 +384,7 @@ LOCKS = {}      # {folder: its open descriptor}, for the folders that this proce
 
 def lock(folder, what="run of this name"):
     """Keep a folder for this process. The kernel releases the lock when the process ends, however
-    it ends. UserError if another process has the folder; `what` says what it does there."""
+    it ends. Raise UserError if another process has the folder; `what` says what it does there."""
     folder = folder.absolute()
     if folder in LOCKS or fcntl is None:
         return
@@ -409,8 +409,8 @@ def sha256_of(path) -> str:
 
 
 def open_file(path):
-    """Return a file that is open to read its bytes. OSError for a pipe too, because reading it may
-    never end."""
+    """Return a file that is open to read its bytes. Raise OSError for a pipe too, because reading
+    it may never end."""
     if Path(path).exists() and not Path(path).is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return open(path, "rb")
@@ -445,8 +445,8 @@ def put_back(temporary, place):
 
 
 def read_text(path, name) -> str:
-    """Return the text of a file. UserError, which calls the file `name`, if it is not there or is
-    not UTF-8."""
+    """Return the text of a file. Raise UserError, which calls the file `name`, if it is not there
+    or is not UTF-8."""
     try:
         with open_file(path) as f:
             return f.read().decode("utf-8-sig")  # without a byte order mark
@@ -457,7 +457,8 @@ def read_text(path, name) -> str:
 
 
 def read_json(file) -> dict:
-    """Return the object in a JSON file. UserError if the file is not there or holds no object."""
+    """Return the object in a JSON file. Raise UserError if the file is not there or holds no
+    object."""
     try:
         return {**json.loads(read_text(file, file))}
     except (ValueError, TypeError, RecursionError) as e:
@@ -470,7 +471,7 @@ def first_line(e) -> str:
 
 
 def need(module):
-    """Return a module. UserError if its package cannot be imported."""
+    """Return a module. Raise UserError if its package cannot be imported."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -605,7 +606,7 @@ def merge(given, load):
 
 def checked(values, given, ckpt):
     """Return the TrainConfig and the fields of the model's Config, with these values and defaults.
-    UserError if two values exclude each other, or if one does not fit the weights."""
+    Raise UserError if two values exclude each other, or if one does not fit the weights."""
     name = values.get("model", TrainConfig.model)
     schemas = TrainConfig, model_module(name).Config
     options, of_file = names(*schemas), values.keys() - given.keys()
@@ -638,7 +639,7 @@ def config_file(given):
 
 
 def check_same_model(name, ckpt):
-    """UserError if the checkpoint holds another model."""
+    """Raise UserError if the checkpoint holds another model."""
     if name != ckpt["model"]:
         raise UserError(f"model={name} does not fit the checkpoint, which holds "
                         f"model={ckpt['model']}")
@@ -647,8 +648,8 @@ def check_same_model(name, ckpt):
 def as_weights_of(name, ckpt):
     """Return a checkpoint as the start of model `name`. The checkpoint holds this model, or a model
     that CONVERTS_FROM of the Config names. From the latter, the fields that both models have are
-    kept, and build_model converts the weights. UserError for any other model, or for a field that
-    is not its default and that model `name` lacks."""
+    kept, and build_model converts the weights. Raise UserError for any other model, or for a
+    field that is not its default and that model `name` lacks."""
     config, origin = model_module(name).Config, model_module(ckpt["model"]).Config
     if ckpt["model"] not in getattr(config, "CONVERTS_FROM", ()) or name == ckpt["model"]:
         check_same_model(name, ckpt)

@@ -246,7 +246,7 @@ class TaskBatches:
     place of windows."""
 
     def __init__(self, cfg, block_size):
-        """UserError if the name or the length is impossible."""
+        """Raise UserError if the name or the length is impossible."""
         task = TASKS.get(cfg.dataset.removeprefix("task:"))
         if task is None:
             known = ", ".join(f"task:{name}" for name in TASKS)

@@ -51,8 +51,8 @@ class Tokenizer:
         return {"kind": self.kind, **self.made_of}
 
     def encode(self, text) -> list:
-        """Return the ids of a text. UserError for a lone surrogate, or a character that a char
-        tokenizer does not know."""
+        """Return the ids of a text. Raise UserError for a lone surrogate, or a character that a
+        char tokenizer does not know."""
         if wrong := SURROGATE.search(text):     # tiktoken would replace it
             raise UserError(f"character {wrong[0]!r} is not valid Unicode text")
         parts = [self.encode_slice(part, n == 0) for n, part in enumerate(slices(text))]
@@ -190,7 +190,7 @@ KINDS = {"byte": ByteTokenizer, "char": CharTokenizer, "bpe": BPETokenizer, "hf"
 
 
 def load_tokenizer(saved) -> Tokenizer:
-    """Return the tokenizer of a meta.json or a checkpoint. UserError if it is malformed."""
+    """Return the tokenizer of a meta.json or a checkpoint. Raise UserError if it is malformed."""
     try:
         made_of = {name: value for name, value in saved.items() if name != "kind"}
         with no_panic():
@@ -221,9 +221,9 @@ def no_panic():
 
 
 def check_back(text, back) -> str:
-    """Return `back`, which is a text that was encoded and decoded. UserError if it is another text.
-    It may have another, canonically equivalent form, as Unicode's NFC is, and blanks in place of
-    "▁", which is SentencePiece's sign of a blank."""
+    """Return `back`, which is a text that was encoded and decoded. Raise UserError if it is
+    another text. It may have another, canonically equivalent form, as Unicode's NFC is, and blanks
+    in place of "▁", which is SentencePiece's sign of a blank."""
     canonical = lambda t: normalize("NFC", t).replace("▁", " ")
     if text != back and canonical(text) != canonical(back):
         at = len(os.path.commonprefix([text, back]))

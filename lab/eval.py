@@ -87,7 +87,7 @@ OF_TASKS = {"prefill", "num_fewshot", "limit", "include_path"}
 
 
 def config_of(given, **of_run):
-    """Return the EvalConfig of the options `given`, which are text, and of those of a run.
+    """Return the EvalConfig of the options `given`, which are text, and of those of a run. Raise
     UserError for an option that this kind of evaluation does not read."""
     cfg = typed_config(EvalConfig, {**of_run, **given})
     if unused := given.keys() & (OF_TEXT if cfg.tasks else OF_TASKS):
@@ -330,7 +330,7 @@ def gold_ce(task, samples):
 # ---- the command ----
 
 def check_context(model, cfg, ckpt):
-    """UserError if the longest context is more than the model reads."""
+    """Raise UserError if the longest context is more than the model reads."""
     longest, limit = cfg.units[-1] * ckpt["model_config"]["block_size"], model.context_limit
     if limit and longest > limit:
         raise UserError(f"lengths={cfg.lengths}: {longest} tokens are more than the {limit} "

@@ -185,8 +185,8 @@ def plan(experiment):
 
 def file_options(run):
     """Return the options that a run has from its config file, without those that are defaults or
-    that the command gives. In the run's line of the results they are called `keys`. UserError if
-    the command gives an option that the model has not."""
+    that the command gives. In the run's line of the results they are called `keys`. Raise UserError
+    if the command gives an option that the model has not."""
     file = run.options.get("config", f"configs/{run.options.get('model', 'gpt')}_tiny.yaml")
     of_file = load_yaml(HERE / file) if "config" in run.options or (HERE / file).exists() else {}
     values = {"model": "gpt", **of_file, **run.options}

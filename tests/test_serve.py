@@ -180,7 +180,7 @@ def test_the_life_of_four_tokens():
     while engine.busy():
         [slot] = engine.slots
         tokens = " ".join(f"{token.pos}:{token.loop}" for token in slot.unfinished)
-        seen.append((str(len(seen) + 1), str(slot.depth() + 1), tokens))
+        seen.append((str(len(seen) + 1), str(slot.loops_taken() + 1), tokens))
         engine.step()
     assert seen == re.findall(r"^ +(\d) +(\d) +(\d:\d(?: \d:\d)*)", serve.Engine.__doc__, re.M) and len(seen) == 7
 
