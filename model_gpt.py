@@ -1,6 +1,6 @@
 """
 The plain Transformer: decoder-only, with Llama's block. The recurrent models are compared with it,
-and their files import its parts.
+and their files import its parts. x_l (T, C) are the states of T tokens after l of the L layers:
 
     x_0     = E[idx]
     z_l     = x_l + W_o Attention(W_q n, W_k n, W_v n)        n  = RMSNorm(x_l)
@@ -13,14 +13,8 @@ Query i reads the values of the keys j that are visible to it:
 
 Key j is visible iff j <= i and, with a sliding window of w keys, i - j < w. q_i and k_j are taken
 after the QK-norm and after rotary positions (RoPE), as far as the model has them. bias_ij is 0, but
-with ALiBi it is -m_h (i - j), where m_h = 2^(-8 h / H) in head h = 1 .. H.
-
-The file can be read from top to bottom: the parts of a block come first, then the block, then the
-model. Small helpers stand at the end. A call takes the opposite way: LanguageModel.forward, hidden,
-Block, Attention, attend. Context has what all layers of a call share. fast=false writes the softmax
-out, and fast=true calls torch's fused attention. The KV cache has a file of its own, decoding.py.
-Training can be understood without it, because a plain pass uses neither CachedContext nor the last
-part of LanguageModel.
+with ALiBi it is -m_h (i - j), where m_h = 2^(-8 h / H) in head h = 1 .. H. In the code the bias is
+also -inf where a key is not visible.
 
 Letters, which mean the same in every file that does not say otherwise:
 
@@ -33,9 +27,16 @@ Letters, which mean the same in every file that does not say otherwise:
     In other files: K positions of a chunk (in Relaxed and MoR: stored blocks), N subsets,
     R recursions or loops.
 
-"float32 or better" means float64 for a float64 tensor and float32 for all others. Training
-multiplies matrices in bfloat16, which is too coarse for a softmax, a sum, a loss or an angle. The
-tests run in float64, which must not become float32 on the way.
+The file can be read from top to bottom: the parts of a block come first, then the block, then the
+model. Small helpers stand at the end. A call takes the opposite way: LanguageModel.forward, hidden,
+Block, Attention, attend. Context has what all layers of a call share. fast=false writes the softmax
+out, and fast=true calls torch's fused attention. The KV cache has a file of its own, decoding.py.
+Training can be understood without it, because a plain pass uses neither CachedContext nor the last
+part of LanguageModel.
+
+"float32 or better" means float64 for a float64 tensor and float32 for all others. On a GPU,
+training multiplies matrices in bfloat16, which is too coarse for a softmax, a sum, a loss or an
+angle. The tests run in float64, which must not become float32 on the way.
 
 Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Shazeer 2020
 (SwiGLU, 2002.05202); Zhang, Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA,
@@ -72,15 +73,16 @@ class BaseConfig:
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
     # A subclass has these values unless it makes fields of these names, as Config does below. Here
-    # they are constants of the class and no fields, because they have no annotation.
+    # they are constants of the class and no fields, because they have no annotation. gelu makes
+    # the MLP of RT and LRT, which have no option mlp, 4 n_embd wide.
     pos, window, scale_embeddings, n_mlp, mlp = "rope", 0, False, 0, "gelu"
     qk_norm, tie_embeddings = False, True
 
     def __post_init__(self):
         """Derive the sizes that a 0 leaves open. They are attributes and no fields, so that
-        dataclasses.replace derives them again. (Some other files fill in fields, and say so,
-        because replace keeps those.) For an impossible value this raises ValueError, which names
-        the field. The checks stand at the end of this file."""
+        dataclasses.replace(cfg, n_head=8) derives them again. (Where another file fills in a field,
+        replace keeps the value, and a comment there says so.) For an impossible value this raises
+        ValueError, which names the field. The checks stand at the end of this file."""
         check_sizes(self)
         self.kv_heads = self.n_kv_head or self.n_head                   # G
         self.head_size = self.head_dim or self.n_embd // self.n_head    # D
@@ -89,7 +91,7 @@ class BaseConfig:
 
     def at_least(self, least, *names):
         for name in names:
-            if not getattr(self, name) >= least:    # true for NaN, too
+            if not getattr(self, name) >= least:    # NaN is refused, too
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
 
     def divides(self, a, b):
@@ -440,10 +442,11 @@ class Model(LanguageModel):
 @torch.no_grad()
 def init_weights(model, n_layer=None):
     """Initialize as GPT-2 does. Every matrix is normal with a standard deviation of 0.02. With
-    n_layer, the projections into the residual stream, which are called wo and w_down, are smaller
-    by 1 / sqrt(2 n_layer), so that the stream's variance does not grow with depth. The weights of
-    norms stay 1. With tie_embeddings, the head is the embedding. This function sets every matrix,
-    so that a model with a way of its own for some of them calls it first."""
+    n_layer (RAT gives none), the projections into the residual stream, which are called wo and
+    w_down, are smaller by 1 / sqrt(2 n_layer), so that the stream's variance does not grow with
+    depth. The weights of norms stay 1. With tie_embeddings, the head is the embedding. This
+    function sets every matrix, so that a model with a way of its own for some of them calls it
+    first."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))

@@ -3,8 +3,8 @@ LRT, the Latent Recurrent Transformer: a token reads what an upper layer made of
 
 In a Transformer, layer l reads earlier tokens only as they were before layer l, although the
 previous token has already passed through all layers. LRT keeps the residual stream of each token
-after one upper layer, the source. This is the token's memory m_t. All layers of the next token
-read it, the lowest ones too:
+after one upper layer, the source. This is the token's memory m_t. All layers of the next token read
+it, the lowest ones too:
 
                  token t-1       token t
     layer 5          o           +-> o
@@ -31,9 +31,10 @@ window (pattern).
     m_t = x after the source layer, m_{-1} = 0
     logits = 15 tanh(z / 15),  z = W_head RMSNorm(x) after the last layer
 
-Numbers of equations are the paper's. Layers count from 1 in this text and in source=, and from 0 in
-the code. No RMSNorm has a weight. alpha, beta and gamma are scalars of a layer and start at 1, 0.1
-and 0.1. With source_norm, which is the default for more than 10 layers, m_t is RMSNorm(x).
+Numbers of equations are the paper's. loc stands for local and rec for recurrent. Layers count from
+1 in this text and in source=, and from 0 in the code. No RMSNorm has a weight. alpha, beta and
+gamma are scalars of a layer and start at 1, 0.1 and 0.1. With source_norm, which is the default for
+more than 10 layers, m_t is RMSNorm(x).
 
 The memories form a chain: token t needs m_{t-1}, so it cannot run before token t - 1 has passed
 the source. The exact chain is T passes over one position each. Evaluation and decoding run it.
@@ -41,11 +42,11 @@ With train_path=exact training runs it, too, which is slow.
 
 Algorithm 1 (train_path=interleaved) approximates the chain. Its work is that of two passes over all
 positions, because each position is computed twice. The first pass runs all positions at once with
-memory 0. It leaves the memories m of all positions, and a buffer with the keys and values of each
-layer. Then N strided subsets of the positions run again, one subset after the other. Subset s has
-the positions s, s + N, s + 2 N, ... It reads m_{t-1} as m is at that time. In each layer it first
-replaces its keys and values in the buffer and then attends to the buffer. After the last layer it
-replaces its memories in m. The arrows are the memories for N = 2:
+memory 0. It leaves the memories of all positions, in a tensor m (B, T, C), and a buffer with the
+keys and values of each layer. Then N strided subsets of the positions run again, one subset after
+the other. Subset s has the positions s, s + N, s + 2 N, ... It reads m_{t-1} as it stands in m at
+that time. In each layer it first replaces its keys and values in the buffer and then attends to the
+buffer. After the last layer it replaces its memories in m. The arrows are the memories for N = 2:
 
     position        0     1     2     3     4     5
     first pass      o     o     o     o     o     o         memory 0 for all
@@ -62,8 +63,9 @@ of all passes' cross-entropies, and gradients flow through all passes, m and the
 
 A token of subset s reads a memory of subset s - 1, which has read one of subset s - 2, and so on
 down to the first pass, which has read none. So s + 1 memories of consecutive tokens lead to it
-(fewer near the start), and N = T is the chain itself. The paper writes S for N, and finds the same
-loss with 2, 4 and 8 subsets (section 4.3).
+(fewer near the start): with N = 2, a token of subset 1 reads a memory of subset 0, which has read a
+memory of the first pass, and these are two. N = T is the chain itself. The paper writes S for N,
+and finds the same loss with 2, 4 and 8 subsets (section 4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
@@ -193,6 +195,7 @@ def interleaved(model, tokens):
         previous = shifted(m, zero)[:, subset]
         context = Context(model, tokens.part(subset), previous, buffer, subset)
         new_x, new_m = run_layers(model, context)
+        # Nothing is written in place, because gradients also flow through the older x and m.
         x = torch.slice_scatter(x, new_x, 1, s, T, N)
         m = torch.slice_scatter(m, new_m, 1, s, T, N)
     return x, first, m, buffer
@@ -350,13 +353,13 @@ class Context:
         # unbind has one backward step, and indexing would have one for each layer.
         self.alpha, self.beta = model.alpha.unbind(), model.beta.unbind()
         self.gamma = model.gamma.unbind() if model.cfg.into_residual else None
-        self.kv_rec = model.rec(previous) if model.rec else None
+        self.kv_rec = model.rec(previous) if model.rec else None  # once for all layers
 
     def extend(self, layer, k, v):
         """Put a layer's k, v (B, G, n, D) of this pass into the buffer. Return those of all
         positions so far, (B, G, S, D)."""
         old = self.buffer.get(layer)  # old is None in the first pass or chunk
-        if self.subset is not None:  # a subset replaces those of its positions
+        if self.subset is not None:  # a subset replaces those of its positions, not in place
             span = self.subset.start, self.subset.stop, self.subset.step
             k, v = (torch.slice_scatter(x, new, 2, *span) for x, new in zip(old, (k, v)))
         elif old:  # a chunk appends its own

@@ -4,7 +4,8 @@ RAT: recurrence inside chunks, attention across them.
 Attention reads the keys and values of all past tokens, and pays for each. A gated linear recurrence
 reads a single state, and forgets. RAT cuts the sequence into chunks of K tokens. Inside a chunk, a
 recurrence sums up keys and values. Across chunks, attention reads the final state of each earlier
-chunk. With u = RMSNorm(x), token t of chunk c = t // K computes:
+chunk. With u = RMSNorm(x), token t of chunk c = t // K computes the following, in which q and k are
+repeated to width W before (2):
 
     z_t, g_t, v_t, q_t, k_t = W_in u_t      z, g, v of width W = H D,  q, k of width G D
     a_t   = sigmoid(g_t + b_g)                    a forget gate for each channel of each token   (1)
@@ -22,10 +23,10 @@ final state of an earlier chunk, and to o, its own state:
     query 5                 f |     o         |
     query 10                f |             f |         o
 
-q and k have only G groups of D channels, so that W_in is small. Head h = 0 .. H - 1 reads group
-h % G. The heads of a group share query and key, but their states k~ differ, because each of the W
-channels has a gate of its own. RoPE rotates q and k~, after the recurrence, by the number c of the
-chunk.
+q and k have only G groups of D channels, so that W_in is small. Each is repeated H / G times: head
+h = 0 .. H - 1 reads group h % G. The heads of a group share query and key, but their states k~
+differ, because each of the W channels has a gate of its own. RoPE rotates q and k~, after the
+recurrence, by the number c of the chunk.
 
 With K = 1 this is attention whose keys and values are scaled by 1 - a, and with K = T a gated RNN.
 Config has the baselines, and the paper's hybrid RAT-SWA, too (SWA: sliding-window attention):
@@ -57,7 +58,8 @@ b_g, G = 2, and that head h reads group h % G. This file differs from their code
 
 Letters beside those of model_gpt.py: n is the number of complete chunks, and W is H D (W_in and W_o
 are matrices). G counts the groups of q and k in rat layers, and the key/value heads in attention
-and swa layers.
+and swa layers. a, g, y, z and u are gates, an attention's result and a normed input, and not the a,
+y, z and u of other files. The g of kernels.scan is a.
 """
 import math
 from dataclasses import dataclass
@@ -87,7 +89,7 @@ class Config(BaseConfig):
     chunk: int = 16  # K, tokens of a chunk (in rat layers)
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
     swa: int = 0  # window of odd layers, own key included (0: they are like the even ones)
-    qk_groups: int = 0  # G of rat layers (0: 2, or 1 where n_head is odd; replace() keeps that)
+    qk_groups: int = 0  # G of rat layers (0: 2 if n_head is even, else 1)
     pos: str = choice("chunk", "rope", "none")  # RoPE counts chunks | tokens | nothing
     n_mlp: int = 0  # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
@@ -95,6 +97,7 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        # This fills in the field, so that dataclasses.replace keeps the value.
         self.qk_groups = self.qk_groups or 2 - self.n_head % 2
         # kinds has the kind of each layer.
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
@@ -324,7 +327,8 @@ class Cache(KVCache):
 
     def fill(self, layer, k, v, at, padding):
         """Write k, v (B, heads, T, D) to slots at (B or 1, T), where -1 is the bin. padding (B, T)
-        says which tokens are padding, which goes to the bin (None: there is none)."""
+        says which tokens are padding, which goes to the bin (None: there is none). Layers call this
+        and not KVCache.write, because a slot is not a position here."""
         if padding is not None:
             at = at.masked_fill(padding, -1)
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):

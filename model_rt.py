@@ -19,6 +19,9 @@ One layer, for positions i = 1 .. T with inputs x_i:
     k_i  = nk(Wk n1(y_i))   v_i = Wv n1(y_i)                        (5)
                                                  persistent pair, for all positions after i
 
+A position also attends to itself, but its persistent pair needs y_i, which does not exist yet. So
+it reads a temporary pair, which is made from x_i.
+
 n1 and n2 are RMSNorms. nq and nk are RMSNorms, too, each over the channels of all heads as one
 vector. They are there with qk_norm=full, the paper's choice, and not by default. Scores are
 q_i . k_j / sqrt(D) - m_h (i - j). The second term is ALiBi, with m_h = 2^(-8 h / H) in head
@@ -69,7 +72,7 @@ This file differs from the paper and from its code (commit a21b42d) as follows.
 Paper: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding" (2604.21215), of
 2026. The authors' code is github.com/geniucos/recurrent-transformer.
 
-Letters: those of model_gpt.py; K positions of a chunk; t keys of a tile.
+Letters: those of model_gpt.py; K positions of a chunk; t keys of a tile; n positions that are done.
 """
 import math
 from dataclasses import dataclass
@@ -218,7 +221,8 @@ class Block(nn.Module):
 #            layer 0 c0 c1 c2
 # All queries of a chunk attend to the earlier chunks in one call. Only then do the positions of the
 # chunk follow one after the other, and each attends to the positions before it in its own chunk.
-# Both passes of the wavefront (rt_wavefront.py) apply n1 in (5), so that they need kv_norm=true.
+# Both passes of the wavefront (rt_wavefront.py) fold the weight of n1 into Wk and Wv. This is right
+# only if (5) has n1, so that they need kv_norm=true.
 #
 # tiled is the paper's Algorithm 1. It relies on (1), which gives all queries of a layer before the
 # loop. After n positions, let t be the largest power of two that divides n. Then the queries
@@ -297,8 +301,8 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
 # ---- what the layers of a call share ----
 
 class Context(model_gpt.Context):
-    """The same as in model_gpt, but there is a bias only in the first two cases that the method
-    `attention` lists."""
+    """The same as in model_gpt, but a bias is made only where it is read: with schedule=naive, and
+    in a cache that is in float32 or better."""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=False):
         self.naive = cfg.schedule_used == "naive"

@@ -12,10 +12,10 @@ chunks with l + c = s therefore run together, in step s:
         layer 0    0 1 2 3
 
 A step is a loop over the K positions of its chunks, so that T + (L - 1) K positions run one after
-the other and not L T (T is rounded up to whole chunks). At each position, one bmm is the product of
-all layers that are active in the step, A of them. Attention to earlier chunks is the exception. It
-is not repeated at each position, but runs before the loop (`outside`), with one call for each
-active layer, because layers have different numbers of earlier keys.
+the other and not L T (T is rounded up to whole chunks). At each position, a product by a matrix
+such as Wo is one bmm for all layers that are active in the step, A of them. Attention to earlier
+chunks is the exception. It is not repeated at each position, but runs before the loop (`outside`),
+with one call for each active layer, because layers have different numbers of earlier keys.
 
 A step has two parts, here with the numbers of model_rt.py's equations. The first part takes all
 positions of a chunk at once. It computes (1), and attention to the temporary pair and to the pairs
@@ -25,7 +25,9 @@ chunk made. For this, all keys that the first part attended to count as one more
 and value out, as in an online softmax. After (2) come (3) to (5).
 
 The weights of n1 and n2 are folded into the matrices behind these norms. For Wk and Wv this is
-right only if (5) applies n1 as (1) does, and so the wavefront needs kv_norm=true.
+right only if (5) applies n1 as (1) does, and so the wavefront needs kv_norm=true. In all that
+follows n1 and n2 have no weight, and Wq, Wk, Wv and W_up are the folded matrices. Autograd takes
+their gradients back to the model's own matrices and norms (stack_weights).
 
 The first half of this file is the forward pass, which can be read alone. The second half is the
 backward pass, written by hand, with its equations. The end has what belongs to no equation: the
@@ -33,8 +35,8 @@ autograd function, CUDA graphs, and PLAIN, which lists those functions of this f
 rt_triton.py has kernels.
 
 The schedule is ours. Three ideas are the paper's: only x and y of each layer are saved for the
-backward pass (section 6.1), CUDA graphs (6.2), and a reverse loop that has (B1) to (B6) alone
-(6.4).
+backward pass (section 6.1), CUDA graphs (6.2), and a reverse loop with only what depends on later
+positions (6.4).
 
 Letters, beside those of model_gpt.py (here S is the number of cached keys alone):
 
@@ -46,8 +48,9 @@ Letters, beside those of model_gpt.py (here S is the number of cached keys alone
     i  the position of a query, j that of a key. The equations count them in the sequence, and the
        code counts them in the chunk.
 
-rows (A, K B, C) have one row for each position and each sequence of the batch. Row i B + b is
-position i of sequence b.
+K is at most cfg.chunk, because the chunks are of equal length, and `length` is T rounded up to
+whole chunks. A tensor (A, K B, C) has one row for each position and each sequence of the batch: row
+i B + b is position i of sequence b.
 """
 import math
 from collections import namedtuple
@@ -312,7 +315,8 @@ def persistent(wave, y_n, w, rope):
 #     z_parts                n and r of n2 at z (J_z)
 #     q_parts                n and r of nq at Wq n1(x) (J_q); () without QK-norm
 #     k_parts, k_temp_parts  n and r of nk at Wk n1(y) (J_k) and at Wk n1(x) (J_k^)
-#     k_temp, v_temp         k^, v^
+#     k_temp, v_temp         k^, v^, (A, B, H, K, D) each
+#     a, u                   (A, K B, H D) and (A, K B, M) in `recompute`
 #
 # The forward pass saved the states only, so the persistent pairs of all layers are computed again
 # from y. Then the steps run in reverse. The picture has what comes to a chunk, and what it leaves:
@@ -327,8 +331,7 @@ def persistent(wave, y_n, w, rope):
 #
 # A step has three parts. `recompute` computes again, for all positions of the chunk at once, (1),
 # the weights p_ij of attention, a, and u. `reverse_loop` goes from the chunk's last position j to
-# its first. When it comes to j, it has da_i and delta_i of all later positions i of the chunk. W.T
-# is W transposed.
+# its first. When it comes to j, it has da_i and delta_i of all later positions i of the chunk.
 #
 #     ds_ij = p_ij (da_i . v_j - delta_i)                                         (B1)
 #     dk_j  = sum_{i > j} ds_ij q_i / sqrt(D)    dv_j = sum_{i > j} p_ij da_i     (B2)
@@ -339,7 +342,7 @@ def persistent(wave, y_n, w, rope):
 #
 # `input_gradient` computes (B7) to (B9) for all positions of the chunk at once, and backward_step
 # then computes (B10). ^ marks the temporary pair, and ds^_i is (B1) with the p and v of this pair.
-# * multiplies channel by channel.
+# W.T is W transposed, and * multiplies channel by channel.
 #
 #     dq_i  = (sum_{j < i} ds_ij k_j + ds^_i k^_i) / sqrt(D)                      (B7)
 #     dk^_i = ds^_i q_i / sqrt(D)    dv^_i = p^_i da_i                            (B8)
@@ -409,9 +412,10 @@ def recompute(wave, x, y, pairs, d_pairs, w, step):
 
 
 def reverse_loop(wave, chunk, dy, w):
-    """Run (B1) to (B6) from the last position to the first. Return g_low, du, dz and dkv, rows
-    (A, K B, .), and leave da and delta in chunk.attention. _low marks what is in the dtype of
-    products."""
+    """Run (B1) to (B6) from the last position to the first. Return g_low, du, dz and dkv, rows (A,
+    K B, .), and leave da and delta in chunk.attention. g_low, du and dkv are in the dtype of
+    products. _low marks g and dz in this dtype, because they are there in float32 or better,
+    too."""
     pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv_rows]
     ropes, y_parts, z_parts, k_parts = (each_position(tensors, wave.K) for tensors in (
         chunk.rope, chunk.y_parts, chunk.z_parts, chunk.k_parts))

@@ -279,6 +279,8 @@ def start(run):
     made = was.pop("made_from", {})
     if was != options or changed(run, made):        # it begins again
         if run.folder.exists():
+            if (run.folder / "ckpt.pt").exists():
+                note(f"{run.folder} begins again: its config file, text or model has changed")
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True)
         if run.start:
