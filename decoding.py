@@ -57,7 +57,8 @@ class Slots:
 
 class KVCache:
     """This cache holds the keys, after RoPE, and the values of all tokens, also of those that a
-    sliding window hides: k[layer] and v[layer] are (B, G, max_len + 1, D).
+    sliding window hides: k[layer] and v[layer] are (B, G, max_len + 1, D). n_layer is how many
+    layers have keys (None: cfg.n_layer).
 
     lengths (B,) counts the tokens of each row, on the device. longest is their maximum, on the
     host; after static calls it may be too large. ragged says that lengths may differ, because a
@@ -122,7 +123,7 @@ class KVCache:
 
     def write(self, layer, k, v, slots):
         """Write k and v (B, G, T, D) of the new tokens. Return those of all slots that the call
-        reads, (B, G, S, D) each."""
+        reads, (B, G, S, D) each. A second write of the same call replaces the first one."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             if slots.at is None:  # end is longest + T, because place has raised otherwise
                 buffer[:, :, slots.end - new.size(2):slots.end] = new

@@ -251,7 +251,7 @@ class Attention(nn.Module):
 def attend(q, k, v, bias, fast, dropout=0.0):
     """Return softmax(q k^T / sqrt(D) + bias) v, (B, H, T, D). q is (B, H, T, D), k and v are
     (B, G, S, D), and bias broadcasts to (B, H, T, S). Without a bias (None) attention is causal,
-    and the queries are the last T of the S tokens."""
+    and the queries are the last T of the S tokens. Each query must have a visible key."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
     if bias is None and not (fast and T in (1, S)):
         # fast=false always needs a bias. torch's attention needs none for T = 1 and T = S, see

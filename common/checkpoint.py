@@ -130,7 +130,8 @@ def build_model(ckpt, **overrides):
     try:
         model = module.Model(cfg)
         if "converts" in ckpt:                  # the weights are another model's
-            module.convert(model, ckpt["weights"])
+            if module.convert(model, ckpt["weights"]) is not None:
+                raise TypeError("convert writes into the model and returns nothing")
         else:
             model.load_state_dict(ckpt["weights"])
     except (TypeError, ValueError, RuntimeError) as e:

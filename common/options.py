@@ -251,14 +251,14 @@ def known(values, options, what) -> dict:
     return {name: value for name, value in values.items() if name in options}
 
 
-def check_known(values, options, where=""):
-    """Raise UserError for the first name among values that is none of options. `where` says,
-    after the name, where it stands."""
+def check_known(values, options, where="", what="option"):
+    """Raise UserError for the first name among values that is none of options, each of which is a
+    `what`. `where` says, after the name, where it stands."""
     for name in map(str, values):
         if name not in options:
             near = difflib.get_close_matches(name, options, n=1)
-            hint = f"did you mean {near[0]}?" if near else "the options are " + ", ".join(options)
-            raise UserError(f"unknown option {name!r:.60}{where}: {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"the {what}s are " + ", ".join(options)
+            raise UserError(f"unknown {what} {name!r:.60}{where}: {hint}")
 
 
 # In the values of these options, ~ is the home folder.
@@ -348,6 +348,7 @@ def model_module(name):
     config, needs = getattr(module, "Config", None), {"block_size", "vocab_size", "fast"}
     if not (isinstance(config, type) and is_dataclass(config) and needs <= {*names(config)}
             and all(f.default is not MISSING for f in fields(config))
+            and (not inspect.get_annotations(config) or "__dataclass_fields__" in vars(config))
             and {"state_dict", "flops_per_token"} <= {*dir(getattr(module, "Model", None))}):
         raise UserError(f"{module.__file__} is not a model file: it needs a dataclass Config with "
                         f"block_size, vocab_size, fast and a default for each field, and a torch "

@@ -192,6 +192,8 @@ def file_options(run):
     values = {"model": "gpt", **of_file, **run.options}
     schemas = TrainConfig, model_module(values["model"]).Config
     check_known(run.options, names(*schemas))
+    for schema in schemas:      # a bad value is told before the first run
+        typed_config(schema, {n: value for n, value in values.items() if n in names(schema)})
     default = {f.name: f.default for schema in schemas for f in fields(schema)}
     given = {*run.options, "max_steps"} if "max_flops" in run.options else {*run.options}
     return {"config": file, **{name: value for name, value in values.items()
@@ -639,6 +641,10 @@ def show(experiment, runs):
     print(f"{experiment.tier:5} {experiment.name:17} {len(runs) - len(rest):3} of {len(runs):3} "
           f"runs done, {duration(minutes):>10} of a core left"
           + f", {left} of {len(calls)} benchmarks left" * bool(left) + f": {experiment.title}")
+    for run in runs:
+        if run.seed == 1 and not (HERE / (file := file_options(run)["config"])).exists():
+            note(f"{run.label}: there is no {file}, so that it has the defaults of train.py; give "
+                 f"rows of different models the same config=")
     others = {run: changed(run, run.result or {}) for run in runs}
     if count := sum(map(bool, others.values())):
         what = " and ".join(sorted(set(sum(others.values(), []))))
@@ -659,7 +665,8 @@ def main(argv):
     if asks_help(argv):
         return print(__doc__ or f"NAME one of: {', '.join(load_experiments())}")    # python -OO
     experiments, words, failed = load_experiments(), {*argv}, []
-    check_known(argv, [*experiments, *TIERS, "write", "again", "intervals"])
+    check_known(argv, [*experiments, *TIERS, "write", "again", "intervals"],
+                what="experiment")
     chosen = [e for e in experiments.values() if words <= {"write"} or {e.name, e.tier} & words]
     if not chosen:
         raise UserError(f"{min(words)} needs the names of experiments, or a tier")

@@ -91,6 +91,7 @@ def assert_same(a, b, all_reached=False):
     """Assert that two results of outputs_and_gradients in float64 agree to 1e-10. all_reached says that every parameter
     must have a gradient."""
     (logits, loss, grads), (logits2, loss2, grads2) = a, b
+    assert logits.isfinite().all() and logits2.isfinite().all()     # each query needs a visible key
     assert relative(logits, logits2) < 1e-10 and abs(loss - loss2) < 1e-10 * abs(loss)
     # A softmax over one key passes no gradient. Then q and k get rounding alone, up to 1e-15 of the largest gradients.
     # So gradients below 1e-4 of these are compared at that scale.
@@ -260,6 +261,11 @@ def test_limits_are_errors(name):
     for words, call in calls:
         with pytest.raises(ValueError, match=words):
             call()
+    cache = model.init_cache(1, 10)
+    model(tokens(1, 8), cache=cache)
+    with pytest.raises(ValueError, match="full"):
+        model(tokens(1, 3), cache=cache)
+    assert cache.lengths.tolist() == [8]        # no token of a call that fails is counted
 
 
 @some
@@ -302,8 +308,8 @@ EXACT = "gpt", "rt", "rat", "relaxed", "ut", "ema", "rat_loops"
                                          ("relaxed", dict(n_layer=6, n_loop=3, early_exit="weighted", loops=1))])
 def test_flops_are_those_of_the_products(name, sizes):
     """They are those of a training step by the naive path, which computes the masked half of the scores too.
-    (test_mor.py has MoR's.) RT and LRT leave out some small products of their memories, and a model that is not ours
-    may leave out more."""
+    (test_mor.py has MoR's.) RT, LRT and feedback leave out some small products of their memories, and a model that is
+    not ours may leave out 5 %."""
     loops, sizes = sizes.get("loops"), {k: v for k, v in sizes.items() if k != "loops"}
     model, x = tiny(name, n_embd=64, block_size=8, fast=False, **sizes).train(), tokens(1, 8)
     model.training_loops = loops or getattr(model.cfg, "n_loop", 1)     # loops of a step of loop_warmup
@@ -314,8 +320,9 @@ def test_flops_are_those_of_the_products(name, sizes):
         masked = 12 * 64 * n_layer * (8 * 7 / 2) * (name != "ema")    # ema has no scores
         assert counter.get_total_flops() == 8 * model.flops_per_token() + masked
     else:
-        rel = 0.015 if name in ("rt", "lrt") else 0.3
-        assert counter.get_total_flops() == pytest.approx(8 * model.flops_per_token(), rel=rel)
+        rel = 0.015 if name in ("rt", "lrt", "feedback") else 0.05
+        assert counter.get_total_flops() == pytest.approx(8 * model.flops_per_token(), rel=rel), \
+            "block_weights() and mixer_flops() say other than what is computed"
 
 
 @pytest.mark.parametrize("loops", [1, 2])

@@ -190,6 +190,7 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
         assert done(3, "{}") == [same, same]
     for mistake, told in {"row: 5": "trial.yaml: .*row", "rows: {y: 'from={x}'}": "no row above", "rows: {y: run=z}": "y: run= is set",
                           "rows: {y: nlayer=1}": "trial.yaml: y: unknown option 'nlayer'",
+                          "rows: {y: qk_norm=maybe}": "trial.yaml: y: qk_norm must be true or false",
                           "rows: {y: ''}\nevaluate: {half: lenghts=1}": "trial.yaml: y: unknown option 'lenghts'",
                           "rows: {y: ''}\ncolumns: {bits: val_bpb}": "column 'val_bpb' must be .* a name and a format",
                           "rows: {y: ''}\ncolumns: {bits: val_bpb %.3f}": "trial.yaml: Invalid format",
@@ -218,7 +219,8 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     meta.parent.mkdir(parents=True)
     split = lambda sha256: json.dumps({"splits": {"train": {"sha256": sha256}, "val": {"sha256": "b"}}})
     meta.write_text(split("a"))
-    monkeypatch.setattr(reproduce, "file_options", lambda run: {"model": "mine"})
+    config = "model_mine.py"        # any file that exists
+    monkeypatch.setattr(reproduce, "file_options", lambda run: {"model": "mine", "config": config})
     experiment = reproduce.Experiment("mine", "a trial", "cpu", seeds=1, rows={"a": "", "b": "init_from={a}"},
                                       options=f"dataset=mine data_dir={tmp_path / 'data'}")
     monkeypatch.setattr(reproduce, "read_results", lambda experiment: {})
@@ -236,6 +238,9 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     assert told(first, first) == ""
     (tmp_path / "parts_of_mine.py").write_text("y = 2\n")
     assert told(first, first) == "2 of these runs were made with another model"
+    config = "none.yaml"
+    assert told(first, first).startswith("a: there is no none.yaml, so that it has the defaults of train.py")
+    config = "model_mine.py"
     meta.write_text(split("c"))
     assert told(first, {}) == "1 of these runs were made with another model and text"
     (tmp_path / "book.txt").write_text("a text")

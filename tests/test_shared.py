@@ -59,7 +59,8 @@ def test_links_and_numbers_of_the_readme():
 
 def test_a_package_has_all_files():
     with open(ROOT / "pyproject.toml", "rb") as f:
-        assert {*tomllib.load(f)["tool"]["setuptools"]["py-modules"]} == {f.stem for f in ROOT.glob("*.py")}
+        listed = {*tomllib.load(f)["tool"]["setuptools"]["py-modules"]}
+    assert listed == {f.stem for f in ROOT.glob("*.py")}, "py-modules in pyproject.toml lists the root's files"
 
 
 def test_ruff_finds_nothing():

@@ -575,9 +575,18 @@ def test_what_is_told_before_a_run(tmp_path, data_dir, capsys, monkeypatch):
     assert "nothing is left to train: the checkpoint is of step 1, and max_steps=1" in told and resumed.step == 1
 
 
+def test_convert_returns_nothing(monkeypatch):
+    """A convert that returned new weights would be ignored, and the training would start from random ones."""
+    monkeypatch.setattr("model_relaxed.convert", lambda model, weights: weights)
+    ckpt = {"model": "relaxed", "model_config": {}, "weights": {}, "converts": True}
+    with pytest.raises(UserError, match="convert writes into the model and returns nothing"):
+        checkpoint.build_model(ckpt)
+
+
 @pytest.mark.parametrize("text", ["", "class Config: pass", "from model_gpt import Config", "Config = 5\nfrom model_gpt import Model",
                                   "from model_gpt import Model, dataclass\n@dataclass\nclass Config:\n    block_size: int = 1",
                                   "from model_gpt import Config\nclass Model:\n    flops_per_token = 3",
+                                  "import model_gpt\nfrom model_gpt import Model\nclass Config(model_gpt.Config):\n    n: int = 1",
                                   "from model_gpt import Config, nn\nclass Model(nn.Module):\n    pass"])
 def test_a_file_that_is_no_model(text, tmp_path, monkeypatch):
     (tmp_path / "model_broken.py").write_text(text)
