@@ -252,10 +252,16 @@ def stop_request():
     torchrun and schedulers send several, and the state is to be saved. SIGKILL ends a step at once.
     A signal that was ignored at the start, as SIGHUP is under nohup, stays ignored."""
     asked = []
+
+    def ask(sig, frame):
+        if not asked and os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):      # print may not be called in a handler
+                os.write(2, b"\nstopping after this step\n")
+        asked.append(sig)
     known = [getattr(signal, name, None) for name in ("SIGTERM", "SIGINT", "SIGHUP")]
     heard = [sig for sig in known       # Windows has no SIGHUP
              if sig is not None and signal.getsignal(sig) != signal.SIG_IGN]
-    handlers = {sig: signal.signal(sig, lambda sig, frame: asked.append(sig)) for sig in heard}
+    handlers = {sig: signal.signal(sig, ask) for sig in heard}
     try:
         yield asked
     finally:

@@ -463,7 +463,8 @@ def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
     child.join(60)
     told = (tmp_path / "told").read_text()
     step = checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"]
-    assert child.exitcode == 0 and f"stopped at step {step}" in told and "Traceback" not in told, told
+    assert child.exitcode == 0 and "stopping after this step\n" in told and f"stopped at step {step}" in told, told
+    assert "Traceback" not in told, told
     assert checkpoint.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
 
 
