@@ -50,24 +50,28 @@ def record(function, generators=()):
     Return its outputs, which hold no values yet, and a run(), each call of which runs the kernels
     and so fills the outputs. generators are the random number generators, beside torch's own, that
     the function draws from."""
-    # cuBLAS has one workspace for each stream. torch frees it when any graph of this stream is
-    # gone, although other graphs of the stream still use it. So graphs that exist at the same time
-    # are recorded on different streams. torch has 32 streams, which it hands out in turn. So the
-    # stream of a graph that is gone is used again (FREE), before torch would hand out one that is
-    # in use.
+    # cuBLAS has one workspace for each stream. torch 2.13 (but not 2.11) frees it when any graph of
+    # this stream is gone, although other graphs of the stream still use it. So graphs that exist at
+    # the same time are recorded on different streams. torch has 32 streams, which it hands out in
+    # turn. So the stream of a graph that is gone is used again (FREE), before torch would hand out
+    # one that is in use.
     graph, streams = torch.cuda.CUDAGraph(), FREE[torch.cuda.current_device()]
     stream = streams.pop() if streams else torch.cuda.Stream()
     weakref.finalize(graph, streams.append, stream)
     for generator in generators:
         graph.register_generator_state(generator)
-    # Meanwhile Python collects no garbage, because that could destroy another graph, and CUDA does
-    # not allow this during a recording. thread_local allows other threads to call CUDA.
-    collects = gc.isenabled()
+    # Garbage may hold the autograd graph of an earlier call. Its nodes that add up gradients belong
+    # to the stream of that call, which is not recorded, so that they must be gone. During the
+    # recording Python collects no garbage, because that could destroy another graph, and CUDA does
+    # not allow this then. thread_local allows other threads to call CUDA.
+    gc.collect()
+    collects, before = gc.isenabled(), torch.cuda.current_stream()
     gc.disable()
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = function()
     finally:
+        torch.cuda.set_stream(before)   # torch leaves its own stream current if the recording fails
         if collects:
             gc.enable()
     return outputs, graph.replay

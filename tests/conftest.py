@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")     # results repeat for one thread count
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")     # of each of pytest's workers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 

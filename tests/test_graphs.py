@@ -7,6 +7,7 @@ import gc
 import inspect
 import itertools
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -126,18 +127,19 @@ def test_a_call_that_failed_was_no_first_call(recorded):
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """Let graphs.record run on plain objects in the place of what CUDA has. Returns the streams that it uses. CUDA hands
-    out two streams here, in turn."""
+    """Let graphs.record run on plain objects in the place of what CUDA has. Returns the streams that it uses, and those
+    that it makes current. CUDA hands out two streams here, in turn."""
     class Graph:
         replay = lambda graph: None
 
-    used, pool = [], itertools.cycle("ab")
+    used, current, pool = [], [], itertools.cycle("ab")
     fakes = dict(CUDAGraph=Graph, Stream=lambda: next(pool), current_device=lambda: 0,
+                 current_stream=lambda: "own", set_stream=current.append,
                  graph=lambda graph, stream, capture_error_mode: used.append(stream) or contextlib.nullcontext())
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(graphs, "FREE", collections.defaultdict(list), raising=False)
-    return used
+    return used, current
 
 
 def test_the_graph_that_was_not_used_for_the_longest_time_goes(recorded):
@@ -154,14 +156,19 @@ def test_graphs_that_exist_have_streams_of_their_own(fake_cuda):
     stays, goes = (graphs.record(list) for _ in range(2))
     del goes
     graphs.record(list)
-    assert fake_cuda == ["a", "b", "b"]
+    assert fake_cuda[0] == ["a", "b", "b"]
 
 
-def test_no_garbage_is_collected_in_a_recording(fake_cuda):
-    assert graphs.record(lambda: [gc.isenabled()])[0] == [False] and gc.isenabled()
+def test_garbage_is_collected_before_a_recording_and_not_in_it(fake_cuda):
+    """After an error, the stream from before is the current one again."""
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+    garbage = weakref.ref(Cycle())
+    assert graphs.record(lambda: [gc.isenabled(), garbage()])[0] == [False, None] and gc.isenabled()
     with pytest.raises(ZeroDivisionError):
         graphs.record(lambda: 1 / 0)
-    assert gc.isenabled()
+    assert gc.isenabled() and fake_cuda[1] == ["own", "own"]
 
 
 @pytest.mark.gpu
