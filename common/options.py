@@ -348,6 +348,7 @@ def model_module(name):
     config, needs = getattr(module, "Config", None), {"block_size", "vocab_size", "fast"}
     if not (isinstance(config, type) and is_dataclass(config) and needs <= {*names(config)}
             and all(f.default is not MISSING for f in fields(config))
+            # A subclass with new fields that lacks @dataclass would lose them.
             and (not inspect.get_annotations(config) or "__dataclass_fields__" in vars(config))
             and {"state_dict", "flops_per_token"} <= {*dir(getattr(module, "Model", None))}):
         raise UserError(f"{module.__file__} is not a model file: it needs a dataclass Config with "
@@ -555,7 +556,8 @@ class TrainConfig(Options):
 # If a call of train.py starts from a checkpoint, an option has the value of the last one of these
 # that sets it.
 #
-#                             resume=true, eval_only=true     init_from=
+#                             resume=true, or eval_only=true  init_from=
+#                             without init_from=
 #     START                   file, command line              file, command line
 #     others of TrainConfig   checkpoint, command line        file, command line
 #     fast                    checkpoint, command line        file, command line
@@ -582,7 +584,7 @@ def merge(given, load):
     start = typed_config(TrainConfig, chosen({**file, **given}, START))
     if start.eval_only and "init_from" not in given:
         start.init_from = ""        # the run is evaluated, and not the weights that it began with
-    ckpt = load(start)
+    ckpt = load(start)      # This sets start.resume (auto: true or false) and start.init_from, too.
     if ckpt is not None and start.init_from:
         ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
         file = config_file({"model": ckpt["model"], **given})

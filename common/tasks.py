@@ -21,8 +21,8 @@ in MAD.
     inputs   15  4  2  6  9 11  0  5  1  8  4  2  6  9
     targets   .  .  .  .  .  .  .  .  .  .  .  .  9 11
 
-selective_copying (16, T 256). Sixteen letters (0-13) stand among blanks (14). Then come the copy
-token (15) and sixteen blanks, at which the letters are scored in order. The picture has three
+selective_copying (16, T 256). Sixteen letters, each of 0-13, stand among blanks (14). Then come the
+copy token (15) and sixteen blanks, at which the letters are scored in order. The picture has three
 letters:
     inputs   14 14  7 14  2 14 14 14  7 15 14 14 14
     targets   .  .  .  .  .  .  .  .  .  .  7  2  7
@@ -32,21 +32,22 @@ memorization (256, T 32). The insert token (255) follows each key (0-126), and t
     inputs  101 255   3 255 101 255
     targets   . 140   . 222   . 140
 
-copying (27). An example is T / 2 letters (0-25), the copy token (26), and the letters again.
+copying (27, T 64). An example is T / 2 letters (0-25), the copy token (26), and the letters again.
     inputs    4 19  0 26  4 19
     targets   .  .  .  4 19  0
 
-needles (48, T 128). Eight pairs of a key (0-15, all different) and a value (16-31) are strewn
+needles (48, T 64). Eight pairs of a key (0-15, all different) and a value (16-31) are strewn
 over filler (32-47). Then all keys follow in another order, each with its value. The picture has
 two pairs:
     inputs   40  3 17 33 33 11 30 45 11 30  3 17
     targets   .  .  .  .  .  .  .  . 30  . 17  .
 
-s3 (6), s5 (120). These tasks track a state. Tokens are permutations of 3 or 5 elements, numbered as
-itertools.permutations lists them. A target is the composition of all tokens so far, of which the
-first is applied first. (Attention without absolute positions cannot tell a row
-that begins with p p from one that begins with p, unless p is the identity. So a plain Transformer
-gets at most 31 of 36 rows of s3 wholly right.)
+s3 (6, T 32), s5 (120, T 32). These tasks track a state. Tokens are permutations of 3 or 5 elements,
+numbered as itertools.permutations lists them. A target is the composition of all tokens so far, of
+which the first is applied first. (Attention without absolute positions gives the same after p and
+after p p, because it averages equal values. The two targets differ, unless p is the identity. Five
+of the 36 pairs of first tokens are such, so that a plain Transformer gets at most 31 of 36 rows of
+s3 wholly right.)
     inputs    1  2  2  5
     targets   1  3  1  4
 

@@ -41,7 +41,9 @@ class Tokenizer:
     the ids of a slice of a text, as an array (but for TaskTokenizer, which has encode), and
     spell(ids) returns the bytes of ids. No text is encoded as end-of-text: "<|endoftext|>" is
     thirteen characters like any other."""
-    anchor = ()     # ids that `after` and `stream` decode in front of theirs, see HFTokenizer
+    # Ids that `after` and `stream` decode in front of theirs, because some tokenizers treat the
+    # first token of a text in another way (see HFTokenizer).
+    anchor = ()
 
     def __init__(self, vocab_size, eot, kind, /, **made_of):
         """eot is the id of end-of-text. kind and made_of are the class and its arguments."""

@@ -10,11 +10,12 @@ ratios of README.md and lab/RESULTS.md come from here.
     python -m lab.bench mor init_from=out/mor_tiny      requests to a trained mor, or relaxed
 
 A model's options are those of train.py, and its sizes start from configs/<model>_tiny.yaml as in
-train.py. As there, compile= decides whether training is compiled or replayed as a CUDA graph. The
-modes that come after it in the order compiled, graph, eager are measured too. Decoding goes through
-graphs.decoder, as in sample.py. device=, batch_size= and optimizer= hold too, but other options of
-training have no effect, because a step is one micro-batch and dtype is auto. The options of our
-tables are in lab/experiments/speed.yaml, and those of the papers' sizes are in gpu_speed.yaml.
+train.py. As there, compile= decides whether training is compiled or replayed as a CUDA graph. It
+chooses the first of the modes compiled, graph and eager, and those after it are measured, too.
+Decoding goes through graphs.decoder, as in sample.py. device=, batch_size= and optimizer= hold,
+too, but the other options of training have no effect, because a step is one micro-batch and dtype
+is auto. The options of our tables are in lab/experiments/speed.yaml, and those of the papers' sizes
+are in gpu_speed.yaml.
 
 Each line names the measurement, its mode, and a case. Then come these numbers:
     ms          the time of a step, the median over rounds
@@ -199,8 +200,8 @@ def peak(device, forget=False):
             torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.max_memory_allocated(device) + idle_in_graphs(device)
     if forget:
-        ctypes.CDLL(None).malloc_trim(0)
-        RESET_PEAK.write_text("5")
+        ctypes.CDLL(None).malloc_trim(0)    # the allocator gives free memory back
+        RESET_PEAK.write_text("5")           # VmHWM becomes the memory in use now
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
@@ -254,8 +255,8 @@ def counted(call, tensors=()):
 # ---- what a model does ----
 
 def build(cfg, name, options=""):
-    """Return an untrained model_<name>, or the model that model= in options names. It has these
-    options. Its other options are those of the Config `cfg` that it has too."""
+    """Return an untrained model: model_<name>, or the one that model= in `options` names. `options`
+    come first, and then those fields of the Config `cfg` that the model has, too."""
     given = {"model": name, **split_args(options.split())[1]}
     module = model_module(given.pop("model"))
     sizes = dict(n_kv_head=cfg.kv_heads, head_dim=cfg.head_size, n_mlp=cfg.mlp_width)
@@ -478,11 +479,11 @@ def bench_throughput(model_cfg, cfg, device, own=BenchConfig(), new=64):
     """Measure the tokens/s of whole models, each of which decodes the last `new` of block_size
     tokens. The number of sequences is doubled up to batch_size, or until the caches would take half
     of all memory."""
-    T, L, speeds = model_cfg.block_size, model_cfg.chunk, {}
+    T, K, speeds = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    kinds = {"attention": "mixer=attention swa=0", f"RAT({L})": "swa=0"}
-    kinds |= {f"RAT({L})-SWA": ""} if model_cfg.swa else {}
+    kinds = {"attention": "mixer=attention swa=0", f"RAT({K})": "swa=0"}
+    kinds |= {f"RAT({K})-SWA": ""} if model_cfg.swa else {}
     for name, options in kept(kinds, own.skip).items():
         with device:
             model, rows = build(model_cfg, "rat", options).to(decoding_modes(device)[0][0]), 1
@@ -572,9 +573,9 @@ def bench_requests(name, model, text, device, own=BenchConfig()):
              (first, times[first]), device)
     for case in [case for case in cases if case.endswith("depth")]:
         loops = [loop for request in answered[case] for loop in request.exits]
-        # A prompt's tokens take all loops of relaxed. The last of them is the first entry of exits.
-        # In mor the router decides for them, too, and exits does not say how, so that only the last
-        # one counts.
+        # A prompt's tokens take all loops of relaxed. The prompt's last token is the first entry of
+        # exits. In mor the router decides for them, too, and exits does not say how, so that only
+        # the last one counts.
         if name == "relaxed":
             loops += [model.loops_to_run for r in answered[case] for _ in r.prompt[1:]]
         outside = getattr(model.cfg, "n_outside", 0) / model.cfg.n_layer

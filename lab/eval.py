@@ -22,8 +22,8 @@ occurs in the train text of the same data set. `clean` has the losses on the win
 tokens. Its bits per byte count these windows' own bytes.
 
 With exit_loop=, `agreement` is how often the likeliest token is that after all loops. With MoR's
-expert choice, `scores` has for each recursion how the sigmoids of the scores that decide spread
-over the tenths from 0 to 1.
+expert choice, `scores` has for each recursion after the first how the sigmoids of the scores that
+decide spread over the tenths from 0 to 1.
 
 A synthetic task (common/tasks.py) has the fractions of scored tokens and of examples that are
 right, as in training. Longer contexts are longer examples, and each length has 1,280 of its own.
@@ -99,7 +99,7 @@ def config_of(given, **of_run):
 # ---- losses of a text ----
 
 @torch.no_grad()
-def losses(model, batches, windows, length, units):
+def losses(model, windows, batches, length, units):
     """Return two dicts of float64 tensors, by the k of `units`, for contexts of k * length tokens:
     the mean cross-entropy at each position, {k: (k length,)}, and the sum of each window's
     cross-entropies, {k: (windows,)}. `length` is the trained one, and a window has the longest
@@ -107,8 +107,8 @@ def losses(model, batches, windows, length, units):
     device = model.wte.weight.device
     sums = {k: torch.zeros(k * length, dtype=torch.float64) for k in units}
     totals = {k: [] for k in units}
-    for starts in tqdm(windows, disable=None, leave=False, unit="batch"):
-        x, y = batches.cut(batches.val, starts)  # (B, longest)
+    for starts in tqdm(batches, disable=None, leave=False, unit="batch"):
+        x, y = windows.cut(windows.val, starts)  # (B, longest)
         for k in units:
             idx, targets = (t.view(-1, k * length) for t in (x, y))
             logits = model(idx.to(device))[0].flatten(0, 1)
@@ -117,7 +117,7 @@ def losses(model, batches, windows, length, units):
             nats = nats.cpu().double()
             sums[k] += nats.view_as(idx).sum(0)
             totals[k].append(nats.view_as(x).sum(1))
-    rows = sum(map(len, windows))
+    rows = sum(map(len, batches))
     means = {k: sums[k] * k / units[-1] / rows for k in units}  # a window has units[-1] / k pieces
     return means, {k: torch.cat(totals[k]) for k in units}
 
@@ -155,9 +155,9 @@ def agreement(model, inputs):
 
 @torch.no_grad()
 def router_scores(model, inputs):
-    """Return for each recursion of MoR's expert choice how the sigmoids of the scores that decide
-    in decoding, of the tokens that could take it, spread over the tenths from 0 to 1, {recursion:
-    fractions}. The tokens with 0.5 and more take it."""
+    """Return {recursion: ten fractions} for the recursions of MoR's expert choice after the first.
+    Only tokens that could take the recursion count. Fraction n is of those whose deciding score in
+    decoding, after a sigmoid, lies in the n-th tenth. The tokens with 0.5 and more take it."""
     found = [model.states(x, top_k=False)[2] for x in inputs]
     spread = {}
     for r in range(1, model.loops_to_run):
@@ -173,20 +173,21 @@ def evaluate_text(model, run, cfg, ckpt):
     longest = cfg.units[-1] * length
     splits = open_data(run)
     check_tokenizer(ckpt, data := splits["val"], "the model")
-    batches = Windows(data, max(1, cfg.batch_size // cfg.units[-1]), longest)
-    windows, found = batches.val_batches(cfg.batches), {}
-    means, totals = losses(model, batches, windows, length, cfg.units)
+    windows = Windows(data, max(1, cfg.batch_size // cfg.units[-1]), longest)
+    batches, found = windows.val_batches(cfg.batches), {}
+    means, totals = losses(model, windows, batches, length, cfg.units)
     for k, nats in means.items():
         ce = float(nats.mean())
         found[str(k)] = {"ce": ce, "bpb": bits_per_byte(ce, data), "context": len(nats),
                          "positions": by_position(nats)}
-    tokens = sum(map(len, windows)) * longest
-    overlap, clean = clean_losses(totals, [s for w in windows for s in w], longest, splits)
+    tokens = sum(map(len, batches)) * longest
+    starts = [start for batch in batches for start in batch]
+    overlap, clean = clean_losses(totals, starts, longest, splits)
     for k, values in clean.items():
         found[k]["clean"] = values
     result = {**found[str(cfg.units[0])], "tokens": tokens, "overlap": overlap, "lengths": found}
-    some = windows[::math.ceil(len(windows) / 50)]  # at most 50 batches, from all of the text
-    inputs = [batches.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
+    some = batches[::math.ceil(len(batches) / 50)]  # at most 50 batches, from all of the text
+    inputs = [windows.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
     if getattr(model.cfg, "router", "") == "expert":

@@ -12,7 +12,7 @@ trained models that loop over depth (relaxed, mor).
 Clients of OpenAI's completions work here, such as openai's package, LangChain's class OpenAI and
 curl. The class Completion lists what they may ask for. Any other option is refused, unless its
 value asks for nothing: 0, false, "", [], {} or null. Beside OpenAI's fields a choice has `depths`,
-which are the loops, counted from 1, after which its tokens exited.
+which are the loops, counted from 1, after which its tokens were predicted.
 """
 import asyncio
 import itertools
@@ -227,8 +227,9 @@ def main(argv):
         if name in runs:
             raise UserError(f"two runs are named {name}: each needs a name of its own")
         model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
-        routed = serve.adapter_of(model).routed and len(paths) > 1
-        rule = () if routed else (cfg.exit, cfg.fill)
+        # Beside other runs, a router's run has no exit=. Alone it gets exit=, which Engine refuses.
+        skips = serve.adapter_of(model).routed and len(paths) > 1
+        rule = () if skips else (cfg.exit, cfg.fill)
         runs[name] = PageEngine(model, tokenizer, cfg, *rule)
         if runs[name].rule:         # the same weights show what exits change
             runs[f"{name}-without-exits"] = PageEngine(model, tokenizer, cfg)

@@ -11,12 +11,12 @@ and then writes tables and pictures.
                                                 differences of all rows, with their 95 % intervals
 
 The runs of experiments/NAME.yaml stand in out/NAME-*. results/NAME.jsonl has a line for each
-command that is done. Such a command is not run again, unless it is a run whose config file has
-other values today. So a reproduction that was stopped goes on where it was. A line has the commit,
-a hash of each file that differed from the commit, the CPU, the threads and versions. It also has
-the fingerprints of the prepared text and of the model's files. A note tells where they are others
-today, and where a text has changed since it was prepared. To repeat a run, delete its line and its
-folder.
+command that is done. Such a command is not run again, unless the config file or the `evaluate` of a
+run has other values today. So a reproduction that was stopped goes on where it was. A line has the
+commit, a hash of each file that differed from the commit, the CPU, the threads and versions. It
+also has the fingerprints of the prepared text and of the model's files. A note tells where they
+differ today, and where a text has changed since it was prepared. To repeat a run, delete its line
+and its folder.
 
 A difference is the mean of the differences of runs with the same seed. The two numbers behind it
 are its 95 % interval by the t distribution. A difference whose interval includes 0 is called a tie,
@@ -59,30 +59,33 @@ TIERS = "quick", "cpu", "gpu"
 JOBS = 2                        # runs at the same time (gpu: one run)
 THREADS = 1                     # threads of a run
 BENCH_MINUTES = 5               # about what a call of bench.py takes
+AGAINST = " against "           # between a column's format and the row that it is compared with
+# The 97.5 % quantiles of the t distribution by the number of pairs (degrees of freedom plus one).
+QUANTILES = {3: 4.3027, 4: 3.1824, 5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
 CURVE_POINTS = 60               # about how many points of a run's log its result keeps
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)     # so that it can be a key of a dict
 class Experiment:
-    """An Experiment is the content of experiments/NAME.yaml.
+    """An Experiment is the content of lab/experiments/NAME.yaml.
 
-    A row is a text, the options of train.py, or a dict. The dict may have these `options`, and
-    seeds, minutes and evaluate in place of the experiment's. For a column that is `text`, it has
-    the row's text under the column's name. In options, {LABEL} is the folder of an earlier row's
-    run of the same seed. from={LABEL}/step_N.pt, which is no option of train.py, goes on from a
-    checkpoint that keep_interval= has kept.
+    A row is either a text, which has options of train.py, or a dict. The dict may have these
+    `options`, and seeds, minutes and evaluate in place of the experiment's. For a column that is
+    `text`, it has the row's text under the column's name. In options, {LABEL} is the folder of an
+    earlier row's run of the same seed. from={LABEL}/step_N.pt, which is no option of train.py, goes
+    on from a checkpoint that keep_interval= has kept.
 
     A column is `text`, `options` (those of the row), or the name of a value and its format, such as
     `val_bpb .3f`. With ` against ROW` behind the format, a column is the difference to that row.
     The values are those of the log's last line and last evaluation (flops, val_bpb), of lab.eval
     (NAME.bpb), and of `bench.py runs` (speed.train_ms).
 
-    The axes of a picture are such names too, or those of the log of training steps (curves.flops),
-    or bins, the middles of the tenths from 0 to 1 for a list of ten numbers of lab.eval. (A run's
-    result keeps the curves that the picture names when it is made, and no others.) A star in
-    a name stands for all names in its place (NAME.lengths.*.bpb). A panel with `of` has the rows
-    whose labels begin with it."""
+    An axis of a picture is such a name, too, or curves.NAME, from the log of training steps, or
+    bins, the middles of the tenths from 0 to 1, which go with a list of ten numbers of lab.eval. (A
+    run's result keeps only the curves that the picture names when the run ends.) A star in a name
+    stands for all names in its place (NAME.lengths.*.bpb). A panel with `of` has the rows whose
+    labels begin with it."""
     name: str
     title: str
     tier: str                   # quick | cpu | gpu
@@ -201,9 +204,8 @@ def file_options(run):
 
 
 def changed(run, made):
-    """Return which of "text" and "model" have changed since the run was made, as far as `made`
-    tells, which is its line of the results or what start has written. A text that was not yet
-    prepared is None there."""
+    """Return which of "text" and "model" have changed since the run was made. `made` is the run's
+    line of the results, or what `start` wrote. Its text is None if no text was prepared then."""
     now = made_from(run)
     return [what for what in now if now[what] and made.get(what) not in (None, now[what])]
 
@@ -570,11 +572,6 @@ def write(experiment, runs):
 
 
 # ---- paired differences ----
-
-# The 97.5 % quantiles of the t distribution by the number of pairs (degrees of freedom plus one).
-QUANTILES = {3: 4.3027, 4: 3.1824, 5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
-AGAINST = " against "
-
 
 def paired(results, others, name, of_other=None, ratio=False):
     """Return the differences, or the ratios, of a value in runs with the same seed."""
