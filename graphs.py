@@ -61,10 +61,11 @@ def record(function, generators=()):
     for generator in generators:
         graph.register_generator_state(generator)
     # Garbage may hold the autograd graph of an earlier call. Its nodes that add up gradients belong
-    # to the stream of that call, which is not recorded, so that they must be gone. During the
-    # recording Python collects no garbage, because that could destroy another graph, and CUDA does
-    # not allow this then. thread_local allows other threads to call CUDA.
-    gc.collect()
+    # to the stream of that call, so that a backward pass could not be recorded while they exist.
+    if torch.is_grad_enabled():
+        gc.collect()
+    # During the recording Python collects no garbage, because that could destroy another graph, and
+    # CUDA does not allow this then. thread_local allows other threads to call CUDA.
     collects, before = gc.isenabled(), torch.cuda.current_stream()
     gc.disable()
     try:

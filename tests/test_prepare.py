@@ -780,11 +780,12 @@ def test_bytes_are_those_of_the_token_files(tmp_path, data_dir):
     os.truncate(file, 100)
     with pytest.raises(UserError, match="train.bin is damaged"):
         train.train(trainer)
-    shutil.copy(data_dir / "words/train.bin", file)
-    with open(file, "r+b") as f:
-        f.write(b"zz")
-    with pytest.raises(UserError, match="train.bin is damaged, .* SHA-256"):
-        train.setup(arguments)
+    for name in "train.bin", "val.bin":
+        shutil.copy(data_dir / "words/train.bin", file)
+        with open(tmp_path / "words" / name, "r+b") as f:
+            f.write(b"zz")
+        with pytest.raises(UserError, match=f"{name} is damaged, .* SHA-256"):
+            train.setup(arguments)
 
 
 def test_what_is_no_data_set_is_not_replaced(tmp_path):

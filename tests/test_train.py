@@ -210,15 +210,6 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
     assert named.step == 1 and torch.equal(named.model.wte.weight, other.wte.weight)
 
 
-def test_a_damaged_validation_text_is_refused(tmp_path, data_dir):
-    shutil.copytree(data_dir / "words", tmp_path / "words")
-    content = bytearray((tmp_path / "words" / "val.bin").read_bytes())
-    content[0] ^= 1
-    (tmp_path / "words" / "val.bin").write_bytes(content)
-    with pytest.raises(UserError, match="val.bin is damaged"):
-        train.setup(runs.arguments("gpt", tmp_path, tmp_path))
-
-
 def test_windows_reach_the_last_token():
     val = SimpleNamespace(tokens=30)
     assert Windows(val, 2, 8).n_windows(val) == 22
