@@ -651,9 +651,11 @@ def test_two_processes_are_one_with_twice_the_accumulation(name, more, tmp_path,
     assert "balance=loss_free" not in more or one.model.balance_bias.any()
     rows = [checkpoint.read_log(tmp_path / n / "r" / "log.jsonl") for n in ("one", "two")]
     of_tasks = "token_accuracy", "sequence_accuracy"
-    told = [[v for row in log for k, v in row.items() if k == "ce" or k.endswith(of_tasks)] for log in rows]
+    told = [[v for row in log for k, v in row.items() if k in ("ce", "val_ce") or k.endswith(of_tasks)] for log in rows]
     assert told[0] == pytest.approx(told[1], rel=1e-6, abs=1e-7)
-    assert len(told[0]) == one.step + (2 * 8 if "dataset=task" in " ".join(more) else 0)
+    n_evaluations = sum("val_ce" in row for row in rows[0])
+    assert n_evaluations > 1
+    assert len(told[0]) == one.step + n_evaluations + (2 * 8 if "dataset=task" in " ".join(more) else 0)
 
 
 def nan_at_3():
