@@ -15,11 +15,11 @@ BLOCKS = "#8fbcbb", "#ebcb8b"   # two stored blocks
 
 
 def panel(ax, title, subtitle):
-    ax.set_title(title, fontsize=12, fontweight="bold", color=INK, pad=20)
-    ax.text((T - 1) / 2, L + 0.62, subtitle, ha="center", fontsize=8.5, color=INK)
+    ax.set_title(title, fontsize=13, fontweight="bold", color=INK, pad=22)
+    ax.text((T - 1) / 2, L + 0.62, subtitle, ha="center", fontsize=10, color=INK)
     ax.set(xlim=(-0.6, T - 0.4), ylim=(-0.75, L + 0.5), aspect="equal")
     ax.axis("off")
-    ax.text((T - 1) / 2, -0.72, "tokens", ha="center", fontsize=8, color=INK)
+    ax.text((T - 1) / 2, -0.72, "tokens", ha="center", fontsize=10, color=INK)
 
 
 def dots(ax, colour=lambda t, l: GREY, shown=lambda t, l: True):
@@ -58,7 +58,7 @@ def rt(ax):
 
 
 def lrt(ax):
-    panel(ax, "LRT", "and the previous token's upper state")
+    panel(ax, "LRT", "also the previous token's upper state")
     dots(ax)
     for t in range(T - 1):
         arrow(ax, (t, 1), (4, 2))
@@ -69,7 +69,7 @@ def lrt(ax):
 
 
 def rat(ax):
-    panel(ax, "RAT", "recurrence inside chunks, attention across")
+    panel(ax, "RAT", "recurrence in chunks, attention across")
     for c in range(2):
         ax.add_patch(plt.Rectangle((3 * c - 0.42, 0.62), 2.84, 0.76, color="#eef1f5", zorder=0))
     dots(ax)
@@ -91,14 +91,15 @@ def looped(ax, depth):
 
 
 def relaxed(ax):
-    panel(ax, "Relaxed Recursive", "tied layers run in loops, each with its delta")
+    panel(ax, "Relaxed Recursive", "stored layers in loops, each with deltas")
     looped(ax, [2] * T)
-    for l in range(1, L + 1):
-        ax.text(T - 0.62, l, rf"$+B_{l}A_{l}$", fontsize=8, va="center", color=RECUR)
+    for u in range(2):
+        text = f"loop {u + 1}:\n" + rf"$W + B_{u}A_{u}$"
+        ax.text(T - 0.62, 2 * u + 1.5, text, fontsize=9, va="center", color=RECUR)
 
 
 def mor(ax):
-    panel(ax, "MoR", "a router decides how often each token recurses")
+    panel(ax, "MoR", "each token takes its own number of loops")
     depth = [2, 1, 1, 2, 1, 2]
     looped(ax, depth)
     for t in (0, 3):
@@ -107,10 +108,10 @@ def mor(ax):
 
 
 def main():
-    fig, axes = plt.subplots(2, 3, figsize=(11, 6.7))
+    fig, axes = plt.subplots(2, 3, figsize=(10, 5.9))
     for ax, draw in zip(axes.flat, (transformer, rt, lrt, rat, relaxed, mor)):
         draw(ax)
-    fig.tight_layout(h_pad=1.5)
+    fig.tight_layout(h_pad=0.8, w_pad=0)
     fig.savefig(Path(__file__).with_name("methods.png"), dpi=110)
 
 

@@ -44,10 +44,10 @@ def test_nothing_executes_what_it_loads():
 def test_links_and_numbers_of_the_readme():
     """Each link to a heading of this project finds it, and the numbers of README's tables stand in RESULTS.md."""
     anchors = {}
-    for file in ROOT.glob("lab/**/*.md"):
+    for file in (ROOT / "README.md", *ROOT.glob("lab/**/*.md")):
         titles = re.findall("^#+ (.*)$", file.read_text(), re.M)
         anchors[file] = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-    for file in (ROOT / "README.md", *anchors):
+    for file in anchors:
         for path, anchor in re.findall(r"\]\(([^):]*?)#([^)]*)\)", file.read_text()):
             target = (file.parent / path).resolve() if path else file
             assert anchor in anchors[target], f"{file.name}: {path}#{anchor}"
@@ -103,7 +103,7 @@ def test_imports_go_one_way():
     graphlib.TopologicalSorter(reads).prepare()         # raises an error that names the circle, if there is one
 
 
-# A release of one method needs these files, here RAT's. README.md lists the same files.
+# A release of one method needs these files, here RAT's. CONTRIBUTING.md lists the same files.
 ALONE = "model_gpt.py", "model_rat.py", "decoding.py", "graphs.py", "kernels.py", "train.py", "sample.py", "prepare.py"
 
 
@@ -117,5 +117,5 @@ def test_one_method_alone(tmp_path, data_dir):
     for name, *keys in ("train.py", *small), ("sample.py", tmp_path / "out" / "r", "max_new_tokens=5"):
         done = python(tmp_path / name, *keys)
         assert done.returncode == 0, done.stderr
-    listed = (ROOT / "README.md").read_text().split("One method alone")[1].split("\n\n")[0]
+    listed = (ROOT / "CONTRIBUTING.md").read_text().split("One method alone")[1].split("\n\n")[0]
     assert [name for name in ALONE if name.removesuffix(".py") not in listed] == []
