@@ -44,7 +44,7 @@ def test_nothing_executes_what_it_loads():
 def test_links_and_numbers_of_the_readme():
     """Each link to a heading of this project finds it, and the numbers of README's tables stand in RESULTS.md."""
     anchors = {}
-    for file in (ROOT / "README.md", *ROOT.glob("lab/**/*.md")):
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("lab/**/*.md")):
         titles = re.findall("^#+ (.*)$", file.read_text(), re.M)
         anchors[file] = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
     for file in anchors:
