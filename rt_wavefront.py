@@ -93,7 +93,7 @@ def forward_step(wave, states, pairs, w, step):
     x = wave.diagonal(states[:-1], step, 1)                                      # (A, K, B, C)
     (q, k_temp, v_temp), _ = wave.temporary(x.flatten(1, 2), w, rope)            # (1)
     out, lse = wave.outside(q, k_temp, v_temp, pairs, step)                      # begins (2)
-    q, out, lse = (rows.unbind(1) for rows in wave.by_position(q, out, lse))     # (Z, Q, .) each
+    q, out, lse = (each.unbind(1) for each in wave.by_position(q, out, lse))     # (Z, Q, .) each
     k, v = (out[0].new_empty(len(out[0]), wave.K, wave.D) for _ in range(2))     # the chunk's own
     ropes, ys = each_position(rope, wave.K), []
     for i, x_i in enumerate(x.unbind(1)):                                        # (A, B, C)
@@ -131,7 +131,7 @@ class Wavefront:
         self.length = chunks * self.K
         self.steps = [Step(s, lo=max(0, s + 1 - chunks), hi=min(L, s + 1))
                       for s in range(chunks + L - 1)]
-        self.kv_rows = slice(self.H * self.D, None)  # the rows of qkv that are Wk and Wv
+        self.kv_part = slice(self.H * self.D, None)  # the part of qkv that is Wk and Wv
         self.dtype = compute_dtype(x)  # of products: autocast's where it is on
         self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums: float32 or better
         # The pieces are small functions that each position calls. They are those of this file
@@ -186,13 +186,13 @@ class Wavefront:
         pass needs them."""
         x_parts = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
-        rows = product(x_parts.n.to(self.dtype), w.qkv)
-        q, k, v = rows.split([H * D, G * D, G * D], -1)
+        qkv = product(x_parts.n.to(self.dtype), w.qkv)
+        q, k, v = qkv.split([H * D, G * D, G * D], -1)
         q, q_parts = heads(q, w.nq, rope, self.cfg.norm_eps, self.B, D)
         k, k_parts = heads(k, w.nk, rope, self.cfg.norm_eps, self.B, D)
         v = v.unflatten(-1, (G, D)).unflatten(1, (-1, self.B))
-        q, k, v = (rows.permute(0, 2, 3, 1, 4).contiguous() for rows in (q, k, v))
-        k, v = (upcast(rows).repeat_interleave(H // G, 2) for rows in (k, v))
+        q, k, v = (x.permute(0, 2, 3, 1, 4).contiguous() for x in (q, k, v))
+        k, v = (upcast(x).repeat_interleave(H // G, 2) for x in (k, v))
         return (q, k, v), (x_parts, q_parts, k_parts)
 
     def outside(self, q, k_temp, v_temp, pairs, step):
@@ -211,9 +211,9 @@ class Wavefront:
         """Return q / sqrt(D), out and lse, (A, B, H, K, .), as (Z, K, Q, .). At each position the
         Q queries that share a key head are rows of one matrix, so that one bmm over Z takes the
         queries of all heads, rows and layers."""
-        rows = (q.to(out.dtype) * self.scale, out, lse[..., None])
+        all_three = q.to(out.dtype) * self.scale, out, lse[..., None]
         shape = (-1, self.H // self.G, self.K)
-        return [x.reshape(*shape, x.size(-1)).contiguous().transpose(1, 2) for x in rows]
+        return [x.reshape(*shape, x.size(-1)).contiguous().transpose(1, 2) for x in all_three]
 
 
 class Weights(NamedTuple):
@@ -298,7 +298,7 @@ def add_and_norm(x, update, eps):
 
 def persistent(wave, y_n, w, rope):
     """Return k, v (A, P, B, G, D) of y_n = n1(y) (A, P B, C), as in (5), and the parts of nk."""
-    k, v = product(y_n.to(wave.dtype), w.qkv[:, wave.kv_rows]).chunk(2, -1)  # (A, P B, G D) each
+    k, v = product(y_n.to(wave.dtype), w.qkv[:, wave.kv_part]).chunk(2, -1)  # (A, P B, G D) each
     k, k_parts = heads(k, w.nk, rope, wave.cfg.norm_eps, wave.B, wave.D)
     return k, v.view(v.size(0), -1, wave.B, wave.G, wave.D), k_parts
 
@@ -379,14 +379,14 @@ def backward_pass(wave, states, dy, *weights):
 def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
     """Go back through one chunk of each active layer. dy is read from d_states[l + 1], and dx is
     written to d_states[l]. This also adds to grads, and to d_pairs of earlier chunks."""
-    x, y, dy = (wave.diagonal(rows, step, 1).flatten(1, 2)  # (A, K B, C)
-                for rows in (states[:-1], states[1:], d_states[1:]))
+    x, y, dy = (wave.diagonal(each, step, 1).flatten(1, 2)  # (A, K B, C)
+                for each in (states[:-1], states[1:], d_states[1:]))
     chunk = recompute(wave, x, y, pairs, d_pairs, w, step)
     g_low, du, dz, dkv = reverse_loop(wave, chunk, dy, w)
     dx, dqkv = input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step)
     wave.diagonal(d_states[:-1], step, 1).copy_(dx.unflatten(1, (wave.K, wave.B)))
     for grad, d_out, x_in in (  # (B10)
-            (grads.qkv, dqkv, chunk.x_parts.n), (grads.qkv[:, wave.kv_rows], dkv, chunk.y_parts.n),
+            (grads.qkv, dqkv, chunk.x_parts.n), (grads.qkv[:, wave.kv_part], dkv, chunk.y_parts.n),
             (grads.wo, dz, chunk.a), (grads.up, du, chunk.z_parts.n),
             (grads.down, g_low, F.gelu(chunk.u))):
         grad += torch.bmm(d_out.mT.to(wave.dtype), x_in.to(wave.dtype))
@@ -416,7 +416,7 @@ def reverse_loop(wave, chunk, dy, w):
     K B, .), and leave da and delta in chunk.attention. g_low, du and dkv are in the dtype of
     products. _low marks g and dz in this dtype, because they are there in float32 or better,
     too."""
-    pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv_rows]
+    pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv_part]
     ropes, y_parts, z_parts, k_parts = (each_position(tensors, wave.K) for tensors in (
         chunk.rope, chunk.y_parts, chunk.z_parts, chunk.k_parts))
     dys, us = dy.split(wave.B, 1), chunk.u.split(wave.B, 1)                      # (A, B, .) each
@@ -493,8 +493,8 @@ class ChunkAttention:
         # (K, Z, 1, D): each position is contiguous, so that baddbmm_ is one call.
         by_key = (x.permute(3, 0, 1, 2, 4).reshape(K, Z, 1, D) for x in (dk, dv))
         self.dk, self.dv = map(torch.Tensor.contiguous, by_key)
-        rows = (x.flatten(1, 2) for x in wave.by_position(q, out, lse))
-        self.q_scaled, out, lse = rows  # (Z, K Q, .)
+        by_position = (x.flatten(1, 2) for x in wave.by_position(q, out, lse))
+        self.q_scaled, out, lse = by_position  # (Z, K Q, .)
         scores = torch.bmm(self.q_scaled, self.k.mT)  # (Z, K Q, K)
         bias = wave.bias.expand(H, K, K).unflatten(0, (wave.G, self.Q)).transpose(1, 2)
         scores.view(A * B, wave.G, K, self.Q, K).add_(bias)
