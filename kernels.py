@@ -107,16 +107,18 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     """Softmax attention whose mask is given by positions, (1) to (3). Key j is visible to query i
     iff k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
 
-    q (B, H, T, D), k and v (B, G, S, D) may have any strides, and D is at most 256. H is a multiple
-    of G: query head h reads key head h // (H / G). Keys and values must be finite even where they
-    are visible to no query. q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between
-    -2^29 and 2^29, so that differences with the positions of padding (2^30) fit into int32. None
-    stands for 0, 1, 2, ... So with T < S the queries are the first T tokens, and not the last ones
-    as in model_gpt.attend. slopes (H,): ALiBi's. -slopes[h] (q_pos[i] - k_pos[j]) is added to the
-    scores. Slopes get no gradient. own (score, value): each query has one more key, which is
-    visible to this query alone. It is given by its score (B, H, T), which must be finite and which
-    takes the place of (1), and by its value (B, H, T, D). The result is that of merge(value, score,
-    out, lse). In Triton it costs no further pass over out, but merge would cost one.
+    q (B, H, T, D), k and v (B, G, S, D) may have any strides, and D is at most 256. H is a
+    multiple of G: query head h reads key head h // (H / G). Keys and values must be finite even
+    where they are visible to no query.
+    q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between -2^29 and 2^29, so that
+    differences with the positions of padding (2^30) fit into int32. None stands for 0, 1, 2, ...
+    So with T < S the queries are the first T tokens, and not the last ones as in model_gpt.attend.
+    slopes (H,): ALiBi's. -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores. Slopes get no
+    gradient.
+    own (score, value): each query has one more key, which is visible to this query alone. It is
+    given by its score (B, H, T), which must be finite and which takes the place of (1), and by
+    its value (B, H, T, D). The result is that of merge(value, score, out, lse). In Triton it costs
+    no further pass over out, but merge would cost one.
 
     Returns out (B, H, T, D) in q's dtype, or in the dtype of own's value, and lse (B, H, T) in
     float32 (float64 for float64). Both are differentiable in q, k, v and own, by first

@@ -2,11 +2,11 @@
 Recursive and Relaxed Recursive Transformers: layers tied over depth, relaxed by low-rank deltas.
 
 A trained Transformer is cut down to K stored blocks, which run one after the other in R = n_loop
-loops. So the smaller model has L = K R unrolled layers: this is the Recursive Transformer. In loop
-u + 1 each block is used for the u-th time, u = 0 .. R - 1. In the Relaxed Recursive Transformer
-each use of a stored matrix adds a low-rank delta of its own (LoRA), so that the layers differ
-again. The smaller model starts from the trained one and is trained further, so that it loses
-little (lab/RESULTS.md has what it cost here); from random weights it is only a looped Transformer.
+loops. So the smaller model has L = K R unrolled layers: this is the Recursive Transformer. Loop u +
+1 is use u of each block, u = 0 .. R - 1. In the Relaxed Recursive Transformer each use of a stored
+matrix adds a low-rank delta of its own (LoRA), so that the layers differ again. The smaller model
+starts from the trained one and is trained further, so that it loses little (lab/RESULTS.md has what
+it cost here); from random weights it is only a looped Transformer.
 
     h_{l+1} = Block_k(h_l; u)               k = l mod K,  u = l // K,  l = 0 .. L - 1       (2)
 

@@ -199,7 +199,7 @@ class Wavefront:
         """Return out (A, B, H, K, D) and lse (A, B, H, K) of a chunk's queries after they have
         attended to their temporary pairs and to all earlier chunks."""
         score, found = (q * k_temp).sum(-1) * self.scale, []  # the temporary pair's
-        for at, l in enumerate(range(step.lo, step.hi)):  # active layer number at
+        for at, l in enumerate(range(step.lo, step.hi)):  # l is active layer number at
             start, positions = self.earlier(l, step)
             keys, values = pairs[:, l, :, :, :start]  # all are visible
             own = score[at], v_temp[at]

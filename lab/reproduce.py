@@ -186,16 +186,21 @@ def plan(experiment):
     return list(runs.values())
 
 
+def config_path(run):
+    """Return the config file of a run, from the project's root. It need not exist."""
+    return run.options.get("config", f"configs/{run.options.get('model', 'gpt')}_tiny.yaml")
+
+
 def file_options(run):
     """Return the options that a run has from its config file, without those that are defaults or
     that the command gives. In the run's line of the results they are called `keys`. Raise UserError
-    if the command gives an option that the model has not."""
-    file = run.options.get("config", f"configs/{run.options.get('model', 'gpt')}_tiny.yaml")
+    if the command gives an option that the model has not, or an impossible value."""
+    file = config_path(run)
     of_file = load_yaml(HERE / file) if "config" in run.options or (HERE / file).exists() else {}
     values = {"model": "gpt", **of_file, **run.options}
     schemas = TrainConfig, model_module(values["model"]).Config
     check_known(run.options, names(*schemas))
-    for schema in schemas:      # a bad value is told before the first run
+    for schema in schemas:
         typed_config(schema, {n: value for n, value in values.items() if n in names(schema)})
     default = {f.name: f.default for schema in schemas for f in fields(schema)}
     given = {*run.options, "max_steps"} if "max_flops" in run.options else {*run.options}
@@ -639,9 +644,9 @@ def show(experiment, runs):
           f"runs done, {duration(minutes):>10} of a core left"
           + f", {left} of {len(calls)} benchmarks left" * bool(left) + f": {experiment.title}")
     for run in runs:
-        if run.seed == 1 and not (HERE / (file := file_options(run)["config"])).exists():
-            note(f"{run.label}: there is no {file}, so that it has the defaults of train.py; give "
-                 f"rows of different models the same config=")
+        if run.seed == 1 and not (HERE / config_path(run)).exists():
+            note(f"{run.label}: there is no {config_path(run)}, so that it has the defaults of "
+                 f"train.py; give rows of different models the same config=")
     others = {run: changed(run, run.result or {}) for run in runs}
     if count := sum(map(bool, others.values())):
         what = " and ".join(sorted(set(sum(others.values(), []))))

@@ -219,8 +219,10 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     meta.parent.mkdir(parents=True)
     split = lambda sha256: json.dumps({"splits": {"train": {"sha256": sha256}, "val": {"sha256": "b"}}})
     meta.write_text(split("a"))
-    config = "model_mine.py"        # any file that exists
-    monkeypatch.setattr(reproduce, "file_options", lambda run: {"model": "mine", "config": config})
+    config = tmp_path / "configs" / "gpt_tiny.yaml"
+    config.parent.mkdir()
+    config.touch()
+    monkeypatch.setattr(reproduce, "file_options", lambda run: {"model": "mine"})
     experiment = reproduce.Experiment("mine", "a trial", "cpu", seeds=1, rows={"a": "", "b": "init_from={a}"},
                                       options=f"dataset=mine data_dir={tmp_path / 'data'}")
     monkeypatch.setattr(reproduce, "read_results", lambda experiment: {})
@@ -238,9 +240,9 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     assert told(first, first) == ""
     (tmp_path / "parts_of_mine.py").write_text("y = 2\n")
     assert told(first, first) == "2 of these runs were made with another model"
-    config = "none.yaml"
-    assert told(first, first).startswith("a: there is no none.yaml, so that it has the defaults of train.py")
-    config = "model_mine.py"
+    config.unlink()
+    assert told(first, first).startswith("a: there is no configs/gpt_tiny.yaml, so that it has the defaults of train.py")
+    config.touch()
     meta.write_text(split("c"))
     assert told(first, {}) == "1 of these runs were made with another model and text"
     (tmp_path / "book.txt").write_text("a text")

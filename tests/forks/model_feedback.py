@@ -5,8 +5,6 @@ its embedding and its states after all L layers, and in every layer the later to
 
 All layers share a memory's key and value. In each layer a token also attends to a pair of that layer's own input. The
 paper has no such pair, but without one the first token would attend to nothing."""
-from dataclasses import dataclass
-
 import torch
 import torch.nn as nn
 
@@ -14,9 +12,7 @@ import model_gpt
 from decoding import Cached, KVCache
 
 
-@dataclass
-class Config(model_gpt.Config):
-    pass
+Config = model_gpt.Config
 
 
 class Context(model_gpt.Context):
