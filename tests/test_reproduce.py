@@ -258,7 +258,8 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
         run.folder.mkdir(parents=True)
     reproduce.forget(runs)
     assert [run.result for run in runs] == [None, None] and not any(run.folder.exists() for run in runs)
-    for words, told in {("again",): "again needs the names of experiments", ("intervals",): "intervals needs the names",
+    for words, told in {("ratse",): "unknown experiment 'ratse': did you mean rates",
+                        ("again",): "again needs the names of experiments", ("intervals",): "intervals needs the names",
                         ("again", "write", "rates"): "write makes no runs, and again does"}.items():
         with pytest.raises(UserError, match=told):
             reproduce.main(list(words))
