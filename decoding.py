@@ -4,8 +4,9 @@ Decoding with a KV cache, for all models: where the keys and values of earlier t
 To go on with a sequence, a Transformer needs nothing of the earlier tokens but their keys and
 values. A call with a cache therefore runs the new tokens alone. Each layer writes their keys and
 values into slots of the cache and attends to all that are there. In KVCache slot p of a row holds
-the token at position p. The caches of LRT and RAT are subclasses in their files. LRT's holds a
-state besides. RAT's holds states, too, and has slots of its own.
+the token at position p. LRT, RAT and MoR have subclasses of it in their files. LRT's holds a
+state besides, RAT's holds states and has slots of its own, and MoR's has a cache for each later
+recursion.
 
 Rows of a batch may hold different numbers of tokens, and a call may bring each row a different
 number of new ones. Such a call is ragged. Its T new tokens a row are padded on the right, and
@@ -30,8 +31,8 @@ A call goes through three steps, under no_grad:
     cache.write(layer, k, v, slots)         writes a layer's new keys and values, and returns those
                                             of slots 0 .. end - 1
     cache.advance(slots)                    counts the new tokens, once all layers have written
-The context of the call does the first two (Cached, below), and the model's decode the last.
-reset(rows) empties rows.
+Usually the context of the call does the first two (Cached, below), and the model's decode the last.
+LRT, and RT's prefill, take these steps themselves. reset(rows) empties rows.
 
 A static call (cache.static = True) is a ragged call with end = max_len. The host reads no number of
 the device in it, and all its shapes are the same from call to call, so that it can be recorded as a
@@ -94,9 +95,10 @@ class KVCache:
         self.ragged = self.longest > 0
 
     def place(self, T, n_valid=None):
-        """Return the Slots of T new tokens a row, of which n_valid (B,) are real (None: all). Raise
-        ValueError if they do not fit. (Before a static call, its caller calls check_room.) No token
-        is written or counted yet."""
+        """Return the Slots of T new tokens a row, of which n_valid (B,) are real (None: all).
+        Values below 0 count as 0, and values above T as T. Raise ValueError if the tokens do not
+        fit. (Before a static call, its caller calls check_room.) No token is written or counted
+        yet."""
         n_new = torch.full_like(self.lengths, T)
         if n_valid is not None:
             n_new = n_valid.to(self.lengths).clamp(0, T)

@@ -4,17 +4,18 @@ A function recorded once and replayed as a CUDA graph.
 On a GPU, Python needs some 10 to 30 microseconds to launch a kernel, and a small kernel runs for 2.
 A CUDA graph is the list of all kernels that a function has launched. Replaying it is one launch.
 
-    record(function)                its outputs, and a run() that computes them again
+    record(function)                its outputs, and a run() that computes them
     Graph(function, inputs)         the same with new inputs at each call
     replay(key, function, *inputs)  ordinary at its first call, recorded at the second
     recordable(x)                   whether a call on x can be recorded
     decoder(model, cache)           a step of decoding: run without a graph, recorded, then replayed
     stepper(function, cache)        the same for any function that decodes one token a row
 
-A function that is recorded must not read a tensor on the host, as int(x), x.tolist() and `if x`
-do, because none of its Python code runs when it is replayed. For the same reason no shape may
-depend on data. If the function writes to a tensor that it did not make, such as a cache or a
-gradient, each replay writes to this tensor again.
+A function that is recorded must not read a tensor on the host, as int(x), x.tolist() and `if x` do.
+CUDA refuses this during a recording, because nothing has been computed then. No shape may depend on
+data, because none of the function's Python code runs when it is replayed. If the function writes to
+a tensor that it did not make, such as a cache or a gradient, each replay writes to this tensor
+again.
 
 The project records the decode step of every model, the two passes of RT's wavefront and, with
 compile=graph, train.py's forward and backward pass.

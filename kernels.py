@@ -6,8 +6,9 @@ The fast paths of the models are built on these operators.
     merge(out_a, lse_a, out_b, lse_b)          attention over two sets of keys made one
     scan(g, x, chunk, h0)                      a gated recurrence inside chunks
 
-Attention. Query i attends to the keys j that are visible to it, and every sum over j runs over
-these keys. slope is ALiBi's slope of the head, and 0 without ALiBi.
+Attention. Key j is visible to query i iff k_pos_j <= q_pos_i and, with a window, q_pos_i - k_pos_j
+< window. Query i attends to the keys j that are visible to it, and every sum over j runs over these
+keys. slope is ALiBi's slope of the head (m_h in model_gpt.py), and 0 without ALiBi.
 
     (1)  s_ij  = q_i . k_j / sqrt(D) - slope (q_pos_i - k_pos_j)
     (2)  lse_i = log sum_j e^{s_ij}
@@ -43,13 +44,14 @@ h_{t+1}. Here dh_t is only the gradient that reaches it directly, and d_t is its
     (13) dx_t = (1 - g_t) d_t
     (14) dg_t = d_t (h_{t-1} - x_t)
 
-(12) is a scan from right to left. At the first token of a chunk h_{t-1} is 0, but in the first
-chunk it is h0. At the last token of a chunk g_{t+1} d_{t+1} is 0. dh0 is g_0 d_0.
+(12) is a linear recurrence from right to left, whose inputs dh_t have no factor 1 - g. At the first
+token of a chunk h_{t-1} is 0, but in the first chunk it is h0. At the last token of a chunk g_{t+1}
+d_{t+1} is 0. dh0 is g_0 d_0.
 
-Each operator stands here twice. A function whose name ends in _naive follows the equations as they
-are written, and the tests compare with it. The plain PyTorch implementation is fast code without
-Triton. kernels_triton.py has each operator but merge once more, in Triton. A call passes through
-these functions, from left to right:
+A function whose name ends in _naive follows the equations as they are written, and the tests
+compare with it. For (12) to (14) the tests differentiate scan_naive. The plain PyTorch
+implementation is fast code without Triton. kernels_triton.py has each operator but merge once more,
+in Triton. A call passes through these functions, from left to right:
 
     attend_by_position  run_attend            attend_forward    query_blocks  fused_block
     its backward pass   run_attend_gradients  attend_gradients  query_blocks  fused_block_backward
@@ -64,7 +66,7 @@ which calls torch's own attention in compiled C++. On other devices it calls att
 written out in PyTorch. The backward pass has fused_block_backward and attend_block_backward in the
 same way, but with a dlse it takes attend_block_backward on a CPU, too. merge has no launcher. The
 plain implementation calls it for own pairs (see attend_by_position), which Triton computes without
-it. Where a model calls it and is compiled, torch.compile fuses it.
+it. No model calls it.
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
@@ -101,6 +103,8 @@ def heads_like(x, B, H, T, D, dtype=None):
 
 
 # ---- attend_by_position ----
+# The types in the heads of some functions are there because custom_op, at the end of this file,
+# makes an operator's signature from them.
 
 def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None,
                        own=None):
@@ -240,7 +244,7 @@ def attend_block_backward(q, k, v, out, lse, do, dlse, bias):
     return ds @ k * scale, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
 
 
-def own_gradients(score, value, out, lse, do, dlse=None):
+def own_gradients(score, value, out, lse, do, dlse):
     """Return the gradients of own's score and value, which are (7) and (10) for a single key. out
     and lse are those of the whole softmax, as for attend_by_position_backward."""
     p = torch.exp(score.to(lse.dtype) - lse)  # (B, H, T)
@@ -268,8 +272,9 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
     for start in range(0, q_pos.size(1), size):
         queries = slice(start, start + size)
         q = q_pos[:, queries]
-        # A row counts the keys before the first query's window, and the keys up to the last query.
-        # The slice serves all rows, so it begins at the smallest count and ends at the largest.
+        # In each row, count the keys that lie before the first query's window, and the keys that
+        # are not after the last query. The slice serves all rows, so it begins at the smallest
+        # count and ends at the largest.
         first = int((k_pos <= q[:, :1] - window).sum(1).min())
         last = int((k_pos <= q[:, -1:]).sum(1).max())
         if first < last:
@@ -313,11 +318,13 @@ def scan(g, x, chunk, h0=None):
 
     The state is kept in float32 or better and is rounded only where it is written to h. A caller
     that goes on from h and wants no rounding therefore passes float32. h is differentiable in g,
-    x and h0, by first derivatives only. The gates lie between 0 and 1."""
+    x and h0, by first derivatives only. Gates are 0 <= g <= 1."""
     if g.shape != x.shape or g.dtype != x.dtype or chunk < 1:
         raise ValueError(f"scan: g {tuple(g.shape)} {g.dtype}, x {tuple(x.shape)} {x.dtype}, "
                          f"chunk={chunk}; the same (B, T, C) twice and 1 or more are needed")
     h0 = x.new_zeros(x.size(0), x.size(2)) if h0 is None else h0
+    if h0.shape != (x.size(0), x.size(2)):
+        raise ValueError(f"scan: h0 {tuple(h0.shape)} must be {(x.size(0), x.size(2))}")
     # as in attend_by_position
     registered = torch.is_grad_enabled() or torch.compiler.is_compiling()
     return (scan_op if registered else run_scan)(g, x, h0, chunk)

@@ -21,7 +21,8 @@ Letters, which mean the same in every file that does not say otherwise:
     B  rows of a batch                    H  query heads
     T  tokens of a call, in each row      G  key/value heads, each read by H / G query heads
     S  keys: those of the call's tokens   D  size of a head (C / H if not given)
-       and, before them, the cached       L  layers
+       and, before them, the cached (in   L  layers
+       a cache some slots may be empty)
     C  width of the residual stream       V  vocabulary
 
     In other files: K positions of a chunk (in Relaxed and MoR: stored blocks), N subsets,
@@ -60,7 +61,7 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields that all models have. Each is an option of a config file."""
-    block_size: int = 256        # tokens of a training sequence; the most keys with RoPE (not RAT)
+    block_size: int = 256        # tokens of a training sequence; the most keys with RoPE (RAT: any)
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # blocks
     n_head: int = 4              # query heads
@@ -74,7 +75,7 @@ class BaseConfig:
 
     # A subclass has these values unless it makes fields of these names, as Config does below. Here
     # they are constants of the class and no fields, because they have no annotation. gelu makes
-    # the MLP of RT and LRT, which have no option mlp, 4 n_embd wide.
+    # the MLP of RT, which has no option mlp, 4 n_embd wide. LRT has an MLP of its own.
     pos, window, scale_embeddings, n_mlp, mlp = "rope", 0, False, 0, "gelu"
     qk_norm, tie_embeddings = False, True
 
@@ -104,7 +105,7 @@ class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "alibi", "none")  # kind of positions (elsewhere pos: their numbers)
-    qk_norm: bool = False        # RMSNorm with a weight on each head's query and key, before RoPE
+    qk_norm: bool = False        # RMSNorm of each head's query and key (one weight for all heads)
     window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
@@ -292,12 +293,13 @@ class MLP(nn.Module):
 
 def default_mlp_width(cfg):
     """Return the MLP's width where n_mlp is 0. It is 4 C for gelu. The others have three matrices
-    and not two, so 8/3 C gives as many weights. This width is rounded up to a multiple of 32."""
+    and not two, so 8/3 C gives as many weights. The 8/3 C is rounded up to a multiple of 32."""
     return 4 * cfg.n_embd if cfg.mlp == "gelu" else 32 * math.ceil(8 * cfg.n_embd / 3 / 32)
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP. Each reads the normalized stream and adds to it."""
+    """One layer: attention, then the MLP. Each reads the stream through a norm and adds its result
+    to the stream itself."""
 
     def __init__(self, cfg, attention=Attention, mlp=MLP):
         super().__init__()
@@ -512,10 +514,11 @@ def check_values(cfg):
         raise ValueError(f"dropout={cfg.dropout} must be at least 0 and less than 1")
     for name in ("rope_theta", "norm_eps"):
         if not 0 < getattr(cfg, name) < math.inf:
-            raise ValueError(f"{name}={getattr(cfg, name)} must be positive")
+            raise ValueError(f"{name}={getattr(cfg, name)} must be positive and finite")
     for f in fields(cfg):
         value, allowed = getattr(cfg, f.name), f.metadata.get("allowed")
         if allowed and value not in allowed:
             raise ValueError(f"{f.name}={value} must be one of: {', '.join(allowed)}")
     if cfg.pos == "rope" and cfg.head_size % 2:
-        raise ValueError(f"RoPE needs an even head size: head_dim={cfg.head_size}")
+        raise ValueError(f"RoPE needs an even head size, and not {cfg.head_size} (head_dim, or "
+                         "n_embd / n_head)")

@@ -1,7 +1,7 @@
 """
 LRT, the Latent Recurrent Transformer: a token reads what an upper layer made of the token before.
 
-In a Transformer, layer l reads earlier tokens only as they were before layer l, although the
+In a Transformer, layer l reads earlier tokens only as they were before layer l. Yet in decoding the
 previous token has already passed through all layers. LRT keeps the residual stream of each token
 after one upper layer, the source. This is the token's memory m_t. All layers of the next token read
 it, the lowest ones too:
@@ -44,9 +44,10 @@ Algorithm 1 (train_path=interleaved) approximates the chain. Its work is that of
 positions, because each position is computed twice. The first pass runs all positions at once with
 memory 0. It leaves the memories of all positions, in a tensor m (B, T, C), and a buffer with the
 keys and values of each layer. Then N strided subsets of the positions run again, one subset after
-the other. Subset s has the positions s, s + N, s + 2 N, ... It reads m_{t-1} as it stands in m at
-that time. In each layer it first replaces its keys and values in the buffer and then attends to the
-buffer. After the last layer it replaces its memories in m. The arrows are the memories for N = 2:
+the other. Subset s has the positions s, s + N, s + 2 N, ... Its tokens read m_{t-1} in m, as the
+earlier passes have left it. In each layer the subset first replaces its keys and values in the
+buffer and then attends to the buffer. After the last layer it replaces its memories in m. The
+arrows are the memories for N = 2:
 
     position        0     1     2     3     4     5
     first pass      o     o     o     o     o     o         memory 0 for all
@@ -61,23 +62,25 @@ of all passes' cross-entropies, and gradients flow through all passes, m and the
 
     loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)
 
-A token of subset s reads a memory of subset s - 1, which has read one of subset s - 2, and so on
-down to the first pass, which has read none. So s + 1 memories of consecutive tokens lead to it
-(fewer near the start): with N = 2, a token of subset 1 reads a memory of subset 0, which has read a
-memory of the first pass, and these are two. N = T is the chain itself. The paper writes S for N,
-and finds the same loss with 2, 4 and 8 subsets (section 4.3).
+The code takes N times the mean over all recomputed positions for L_0 + ... + L_{N-1}, which is the
+same if all subsets have equally many targets. A token of subset s reads a memory of subset s - 1,
+which has read one of subset s - 2, and so on down to the first pass, which has read none. So s + 1
+memories of consecutive tokens lead to it (fewer near the start): with N = 2, a token of subset 1
+reads a memory of subset 0, which has read a memory of the first pass, and these are two. N = T is
+the chain itself. The paper writes S for N, and finds the same loss with 2, 4 and 8 subsets (section
+4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
 
 There is no chain with memory=false, nor with source=0, where m_t is x0_t and does not depend on
 m_{t-1}. One pass is exact then, and Config refuses the options of an approximation. Training takes
-the path that train_path names, and evaluation takes exact. This table says which function of this
-file runs:
+the path that train_path names, and evaluation takes exact. (`estimate` evaluates by the training
+path, too.) This table says which function of this file runs:
 
     path                                  with a chain                  without one
-    exact                                 decode_exact, a new cache     all_at_once
-    exact, for gradients or fast=false    chain, K = 1                  all_at_once
+    exact, fast=true, no gradients        decode_exact, a new cache     all_at_once
+    exact otherwise                       chain, K = 1                  all_at_once
     chunked                               chain, K = chunk              error
     interleaved                           interleaved                   error
     a call with a cache                   decode_exact, token by token  decode_exact, one pass
@@ -93,8 +96,7 @@ is silent (their code: github.com/OoDBag/Latent_recurrent_transformer, e0d0f6e):
   code, which has a pair for each layer (here projections=layerwise).
 - (3) The gates read u here, x in the paper, and u[:32] in their code.
 - v. The paper does not say where value embeddings enter. They enter after (4), as in their code.
-- (6) Their code adds the means L_s. Here N times the mean over all recomputed positions stands for
-  their sum. The two are equal if all subsets have equally many targets.
+- (6) Their code adds the means L_s, as (6) does.
 - Sampling. Their code samples without m. Here decoding is the exact chain.
 - Wg and Wve. Muon trains them in their code. AdamW trains them here, with optimizer=muon too.
 - RoPE rotates the other way in their code. The same numbers come from negating the second half of
@@ -140,8 +142,9 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        # The defaults of source, source_norm and swa are written into their fields, so that
-        # dataclasses.replace keeps them.
+        # The defaults of source, source_norm and swa are written into their fields, because a
+        # trained model keeps its own when block_size changes. So dataclasses.replace keeps them,
+        # and a replace of n_layer must set them, too.
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
         # At the start attention and MLP add nothing. Where m enters the residual stream, and is
@@ -166,10 +169,12 @@ class Config(BaseConfig):
 
 
 # ---- the method: the chain, Algorithm 1, a pass ----
-# Model.hidden embeds idx into Tokens and calls one of these functions. Each makes passes over some
-# of the T positions. A pass is a call of run_layers with a Context, which holds what the layers
-# read: the Tokens of its positions, their m_{t-1}, and the buffer with the keys and values of all
-# positions so far. Each layer puts those of the pass into the buffer (Context.extend).
+# Model.forward embeds idx into Tokens and calls `interleaved` in training. Model.hidden calls
+# `chain` or `all_at_once`, or decode_exact, which computes the chain faster. Each of them makes
+# passes over some of the T positions. A pass is a call of run_layers with a Context, which holds
+# what the layers read: the Tokens of its positions, their m_{t-1}, and the buffer with the keys and
+# values of all positions so far. Each layer puts those of the pass into the buffer
+# (Context.extend).
 
 def chain(model, tokens, K):
     """Run chunks of K positions, one after the other, and return x (B, T, C). K = 1 is the exact
@@ -238,7 +243,7 @@ class Block(nn.Module):
     def forward(self, x, layer, context):
         eps = self.cfg.norm_eps
         x = context.alpha[layer] * x + context.beta[layer] * context.x0
-        if context.gamma:
+        if self.cfg.into_residual:
             x = x + context.gamma[layer] * context.previous  # (5)
         x = x + self.drop(self.attn(norm(x, eps), layer, context))  # (B, n, C)
         return x + self.drop(self.mlp(norm(x, eps)))
@@ -371,15 +376,16 @@ class Context:
 # ---- the fast path ----
 
 def attend_fast(q, k, v, context, window):
-    """Return the same as Attention.forward with fast=false, without its mask of n x S."""
+    """Return what `attend` returns with the mask of attention_bias, (B, H, n, D), without making
+    this mask of n x S."""
     n, S = q.size(2), k.size(2)
     if context.at_end and n == 1:
         # The only query attends to the last `window` keys. Without a window this is [-0:], all.
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
     if context.at_end and n == S and not window:  # the pass is causal
         return attend(q, k, v, None, fast=True)
-    # In subsets, later chunks, windows and ragged rows the kernel compares positions, as the mask
-    # does.
+    # In all other cases (subsets, later chunks, windows, ragged rows, several new tokens after
+    # cached ones) the kernel compares positions, as the mask does.
     q_pos = context.pos.squeeze(0).int()  # (B, n), or (n,) for all rows
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
     return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=window or None)[0]
@@ -393,7 +399,7 @@ def decode_exact(model, idx, cache, n_valid):
     T = idx.size(1)
     if T == 1 or not model.cfg.recurrent:
         return decode_pass(model, idx, cache, n_valid)
-    cache.place(T, n_valid)     # This raises if they are too many, before the first one is written.
+    cache.place(T, n_valid)     # only to raise before the first one is written, if they do not fit
     # Each token is a step that a GPU can replay as a graph. At token t, n_valid - t real tokens of
     # a row are left. If none is left, the token is padding.
     step = graphs.stepper(lambda new, left: [decode_pass(model, new, cache, left)], cache)
@@ -406,8 +412,8 @@ def decode_pass(model, idx, cache, n_valid):
     chain. Return x (B, T, C)."""
     slots = cache.place(idx.size(1), n_valid)
     tokens = model.embed(idx, slots.pos)
-    # The first token reads cache.m. There are further tokens only without a chain, where m_t is
-    # x0_t or no layer reads it.
+    # The first token reads cache.m. There are further tokens only without a chain. Then source=0,
+    # where m_t is x0_t, or there is no memory.
     previous = shifted(tokens.x0, cache.m) if model.cfg.memory else None
     x, m = run_layers(model, CachedContext(model, tokens, previous, cache, slots))
     if model.cfg.memory:
@@ -522,7 +528,8 @@ class Model(LanguageModel):
         if cache is None and T > cfg.block_size:  # a cache counts its tokens itself
             raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
         algorithm1 = self.training and cfg.train_path_used == "interleaved" and cache is None
-        if not algorithm1 or targets is None or idx.numel() == 0:  # super refuses an empty idx
+        # super refuses an empty idx, and n_valid without a cache.
+        if not algorithm1 or targets is None or idx.numel() == 0 or n_valid is not None:
             return super().forward(idx, targets, cache, n_valid)
         x, first, *_ = interleaved(self, self.embed(idx))
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)

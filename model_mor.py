@@ -1,8 +1,8 @@
 """
-Mixture-of-Recursions (MoR): tied layers in loops, of which each token takes as many as it needs.
+Mixture-of-Recursions (MoR): a router decides how often each token goes through tied layers.
 
-There are R = n_loop recursions F_1 .. F_R, of K layers each, which share K stored blocks. A router,
-by default a linear function of a token's state h, sends easy tokens through few recursions and hard
+There are R = n_loop recursions F_1 .. F_R, of K layers each, which share K stored blocks. Routers,
+by default linear functions of a token's state h, send easy tokens through few recursions and hard
 ones through many. A first and a last layer stand outside, and all tokens take them (share=cycle and
 share=sequence have none). In this picture R is 3, and token a takes three recursions, b two and c
 one:
@@ -15,8 +15,7 @@ one:
 router=expert (expert choice, Section 2.2.1): a recursion chooses its tokens. A_r are the tokens of
 a sequence of T tokens that take recursion r, and A_0 are all of them. Recursion r gives a score s
 to each token of A_{r-1}, and A_r are the k_r tokens with the highest scores. A_1 are all tokens,
-too, because k_1 = T, so that the scores of recursion 1 choose nothing and are only factors in
-(2.1).
+too, because k_1 = T. So the scores of recursion 1 choose nothing. They are factors in (2.1).
 
     s = w_r . h
     k_r = max(1, floor(T (R - r + 1) / R))
@@ -30,10 +29,14 @@ Decoding may not look ahead. There a token of A_{r-1} takes recursion r >= 2 iff
 tokens take recursion 1. In eval mode "ce" is the loss with the choices of decoding, and "ce_topk"
 is the loss with those of training.
 
-An auxiliary loss teaches s to be positive where top k chooses. It is aux_weight times the binary
-cross-entropy of s against whether the token was chosen, for r = 1 too, as in the authors' code. If
-causal=aux_router, this loss trains a second router, which reads detached states, and not s. Then s
-learns only as a factor in (2.1), and the second router's scores decide in decoding.
+An auxiliary loss teaches s to be positive where top k chooses. It is the binary cross-entropy of s
+against whether the token was chosen, as a mean over A_{r-1}, summed over r:
+
+    loss = ce + aux_weight sum_r mean(BCE(s, chosen))
+
+As in the authors' code, r = 1 is among them, whose tokens are all chosen. If causal=aux_router,
+this loss trains a second router in place of s. The second router reads detached states, and its
+scores decide in decoding. Then s learns only as a factor in (2.1).
 
 router=token (token choice, Section 2.2.1): a token chooses its depth i, the number of its
 recursions, once, from its state h_1 before F_1. (In model_relaxed.py h_1 is another state.)
@@ -43,9 +46,15 @@ recursions, once, from its state h_1 before F_1. (In model_relaxed.py h_1 is ano
 
 With router_func=sigmoid, p = alpha sigmoid(W h_1).
 
-A loss keeps the depths in balance: balance_weight R sum_i f_i mean(p_i), where f_i is the fraction
-of tokens with depth i. If balance=loss_free, a bias b does this instead: i = argmax(p + b), and
-each step of training moves b_i by balance_rate, down where f_i > 1 / R and up where f_i < 1 / R.
+A loss keeps the depths in balance, where f_i is the fraction of tokens with depth i:
+
+    loss = ce + balance_weight R sum_i f_i mean(p_i)
+
+If balance=loss_free, a bias b does this instead: i = argmax(p + b), and each step of training moves
+b_i by balance_rate, down where f_i > 1 / R and up where f_i < 1 / R.
+
+With either router, a z-loss may be added, which is z_loss mean(logsumexp(scores)^2). In expert
+choice it is summed over r.
 
 Keys and values (Section 2.2.2). If kv=recursion, a token attends to the tokens that take the same
 recursion. If kv=share, a token attends to all tokens, by their keys and values in F_1. In both
@@ -53,14 +62,13 @@ cases these are earlier tokens and the token itself.
 
 This file differs from the paper or from the authors' code:
 - Gate. In token choice p enters once, as in their code. In the paper it enters at every step.
-- z-loss, which is the mean of logsumexp(scores)^2. In token choice its weight is 1e-5, as in their
-  code. The paper has 1e-3.
-- Attention is tied, too, as in the paper, and in their code since commit 82c97f2.
+- z-loss. In token choice its weight is 1e-5, as in their code. The paper has 1e-3.
+- Attention is tied, as in the paper. In their code it was not before commit 82c97f2.
 - Weights start as model_gpt's.
-- kv=share. Here F_2 .. F_R make keys and values that nobody reads, which takes 1 % of a step.
+- kv=share. Here F_2 .. F_R make keys and values that nobody reads, which changes no result.
 - Left out are random routers and the capacity warm-up, which is off in their code. Left out is also
-  their third kind of keys and values: all tokens keep those of F_1, but in a later recursion a
-  token that takes it offers its new ones.
+  their third kind of keys and values: in a later recursion, the tokens that take it have new ones,
+  and all others have those of F_1.
 - loop_warmup is not theirs. While training runs r < R recursions, those have the k_1 .. k_r that
   they have later, and evaluation runs all R. Token choice has no warm-up, because its depths could
   not be in balance.
@@ -120,13 +128,14 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        # These two defaults are written into their fields, and dataclasses.replace keeps them.
+        # These two defaults are written into their fields. So dataclasses.replace keeps them, and a
+        # replace of router must set them, too.
         token = self.router == "token"
         self.router_func = self.router_func or ("softmax" if token else "sigmoid")
         if self.z_loss == -1:
             self.z_loss = 1e-5 if token else 0.0
-        check(self)
         self.n_outside = 2 if self.share.startswith("middle") else 0  # the first and the last layer
+        check(self)
         K = self.n_stored = (self.n_layer - self.n_outside) // self.n_loop
         # order[layer] is the stored block of an inner layer, see Model
         cycle = self.share.endswith("cycle")
@@ -148,11 +157,11 @@ class Model(LanguageModel):
         cache.later[0].k                           0  1
         cache.later[1].k                                    0  1
 
-    -2 and -1 index the last two entries of a list. layer % K is the number of a layer in its
-    recursion. There is no first and no last layer with share=cycle and share=sequence. All tokens
-    take all recursions with router=none: cache.k then has the layers 0 .. 5, and there is no
-    cache.later. Later recursions have no keys in a cache with kv=share, because they read what F_1
-    has written."""
+    The first layer has the number -2 and the last layer -1, because their keys are the last two
+    entries of cache.k. layer % K is the number of a layer in its recursion. There is no first and
+    no last layer with share=cycle and share=sequence. All tokens take all recursions with
+    router=none: cache.k then has the layers 0 .. 5, and there is no cache.later. Later recursions
+    have no keys in a cache with kv=share, because they read what F_1 has written."""
     runs_blocks_once = False
 
     def __init__(self, cfg):
@@ -185,8 +194,7 @@ class Model(LanguageModel):
         expert choice decides as in training, and not as in decoding. A plain pass (None) makes its
         own context, as in LanguageModel.hidden."""
         cfg, h = self.cfg, self.drop(self.wte(idx))
-        plain_training = self.training and context is None
-        n_run = self.training_loops if plain_training else self.loops_to_run
+        n_run = self.training_loops if self.training and context is None else self.loops_to_run
         tokens = context or AllTokens(cfg, h)
         for block in self.first:
             h = block(h, -2, tokens)
@@ -205,8 +213,8 @@ class Model(LanguageModel):
     def expert_choice(self, h, tokens, n_run, top_k):
         """Return h (B, T, C) after n_run recursions, depths (B, T), and what expert_loss takes.
         tokens is the context of the call, and tokens.subset returns the context of a recursion. s
-        are the scores, and decides are the scores that decide in decoding: s, or those of the
-        second router."""
+        are the scores. `decides` are the scores by which decoding decides. They are s or those of
+        the second router."""
         T, R = h.size(1), self.cfg.n_loop
         active, decisions = tokens.kept, []                         # A_0: (B, T)
         for r in range(1, n_run + 1):
@@ -230,7 +238,8 @@ class Model(LanguageModel):
     def token_choice(self, h1, tokens, n_run):
         """Return h after n_run recursions at most, from h_1 (B, T, C), depths (B, T), and what
         token_loss takes."""
-        h, (scores, p, depth) = h1, self.choose_depth(h1, n_run)
+        scores, p, depth = self.choose_depth(h1, n_run)
+        h = h1
         for r in range(1, n_run + 1):
             h = self.recursion(r, h, tokens.subset(r, tokens.kept & (depth >= r)))
         return self.exit(h1, h, p, depth), depth, (scores, p, depth)
@@ -280,7 +289,8 @@ class Model(LanguageModel):
         has what the router's loss logs. In eval mode with router=expert it also has "ce_topk". In
         training the router's loss is added to ce."""
         cfg = self.cfg
-        if targets is None or cache is not None or idx.numel() == 0 or cfg.router == "none":
+        plain = targets is None or cfg.router == "none"
+        if plain or cache is not None or n_valid is not None or idx.numel() == 0:
             return super().forward(idx, targets, cache, n_valid)
         h, depth, decisions = self.states(idx, top_k=self.training)
         logits = upcast(self.head(h))
@@ -454,8 +464,8 @@ class MaskedSubset:
 
 class GatheredSubset:
     """The context of a later recursion in which the chosen tokens run alone, packed to the left.
-    Packed tokens keep their order and their positions, so that the chosen ones become what they
-    become in a MaskedSubset. A row with fewer than n chosen tokens is filled up with others, whose
+    Packed tokens keep their order and their positions, so that the results for the chosen ones are
+    those of a MaskedSubset. A row with fewer than n chosen tokens is filled up with others, whose
     results are dropped. In this example there are two rows, x marks the chosen tokens, and n = 3:
 
         tokens  0 1 2 3    chosen  . x . x    index  1 3 0
@@ -526,7 +536,7 @@ class CachedTokens(Cached, AllTokens):
     def subset(self, r, chosen, n=None):
         """See AllTokens. Rows in which no token was chosen are left out if they are a third of all
         rows or more. To leave rows out, the keys of the others must be copied, which takes about as
-        long as attending to them. So leaving out fewer rows would gain nothing."""
+        long as attending to them. So leaving out fewer rows gains little or nothing."""
         if r == 1 or self.cfg.router == "none":
             return super().subset(r, chosen)
         if not self.cache.static and not chosen.any():
@@ -607,9 +617,7 @@ class Cache(KVCache):
     in all recursions would take 8,192. The gain of a recursion is lost when one row needs more than
     k_r slots, and in decoding by static calls, because GrowingCache then has room for all tokens.
 
-    In its caches the engine of serve.py has gaps instead. Each row of that engine holds another
-    request, and in one step these requests are in different loops, so that entry p of a loop is the
-    token at position p or nothing."""
+    (The engine of serve.py has gaps in its caches. Its make_cache says why.)"""
 
     def __init__(self, cfg, n_run, batch_size, max_len, *device_and_dtype):
         R, K, own = cfg.n_loop, cfg.n_stored, cfg.kv == "recursion"
@@ -677,20 +685,20 @@ def layers_for_shared(cfg):
 
 def check(cfg):
     """Raise ValueError, naming the field, where a value is impossible."""
-    R, n_outside = cfg.n_loop, 2 if cfg.share.startswith("middle") else 0
+    R = cfg.n_loop
     functions = ("softmax", "sigmoid") if cfg.router == "token" else ("sigmoid", "tanh")
     if cfg.router_func not in functions:
         raise ValueError(f"router_func={cfg.router_func} must be one of: {', '.join(functions)}")
     cfg.at_least(0, "n_mlp", "aux_weight", "balance_weight", "balance_rate", "z_loss", "exit_loop")
     cfg.at_least(1, "n_loop")
-    if not 0 <= cfg.loop_warmup <= (cfg.router != "token"):
+    if not 0 <= cfg.loop_warmup <= (0 if cfg.router == "token" else 1):
         raise ValueError(f"loop_warmup={cfg.loop_warmup} must be from 0 to 1, and 0 with "
                          "router=token")
     if cfg.exit_loop > R:
         raise ValueError(f"exit_loop={cfg.exit_loop} is more than n_loop={R}")
-    n_stored, left = divmod(cfg.n_layer - n_outside, R)
+    n_stored, left = divmod(cfg.n_layer - cfg.n_outside, R)
     if n_stored < 1 or left:
-        fits = max(1, n_stored) * R + n_outside
+        fits = max(1, n_stored) * R + cfg.n_outside
         raise ValueError(f"n_layer={cfg.n_layer} does not fit share={cfg.share} "
                          f"with n_loop={R}: {fits} or {fits + R} would")
     if cfg.kv == "share" and not cfg.share.endswith("cycle"):

@@ -4,8 +4,9 @@ RAT: recurrence inside chunks, attention across them.
 Attention reads the keys and values of all past tokens, and pays for each. A gated linear recurrence
 reads a single state, and forgets. RAT cuts the sequence into chunks of K tokens. Inside a chunk, a
 recurrence sums up keys and values. Across chunks, attention reads the final state of each earlier
-chunk. With u = RMSNorm(x), token t of chunk c = t // K computes the following, in which q and k are
-repeated to width W before (2):
+chunk. This takes the place of attention in a Transformer's block, and the MLP stays. With u =
+RMSNorm(x), token t of chunk c = t // K computes the following, in which q and k are repeated to
+width W before (2):
 
     z_t, g_t, v_t, q_t, k_t = W_in u_t      z, g, v of width W = H D,  q, k of width G D
     a_t   = sigmoid(g_t + b_g)                    a forget gate for each channel of each token   (1)
@@ -24,12 +25,13 @@ final state of an earlier chunk, and to o, its own state:
     query 10                f |             f |         o
 
 q and k have only G groups of D channels, so that W_in is small. Each is repeated H / G times: head
-h = 0 .. H - 1 reads group h % G. The heads of a group share query and key, but their states k~
-differ, because each of the W channels has a gate of its own. RoPE rotates q and k~, after the
-recurrence, by the number c of the chunk.
+h = 0 .. H - 1 reads group h % G. (In attention and swa layers it is h // (H / G).) The heads of a
+group share query and key, but their states k~ differ, because each of the W channels has a gate of
+its own. RoPE rotates q and k~, after the recurrence, by the number c of the chunk.
 
-With K = 1 this is attention whose keys and values are scaled by 1 - a, and with K = T a gated RNN.
-Config has the baselines, and the paper's hybrid RAT-SWA, too (SWA: sliding-window attention):
+With K = 1 this is attention with an output gate, whose keys and values are scaled by 1 - a. With K
+= T it is a gated RNN. Config has the baselines, and the paper's hybrid RAT-SWA, too (SWA:
+sliding-window attention):
 
     mixer=rnn          out_t = x_t + W_o (sigmoid(z_t) * v~_t), the whole sequence is one chunk
     mixer=attention    a Transformer
@@ -47,10 +49,15 @@ function runs in a layer:
 With a cache, rat and rnn layers run the same code for both values of fast. token_decode obeys fast
 only where it calls attend_tokens: in a call into an empty cache, with several tokens a row.
 
+A change of (2) has three places: recurrence, kernels.scan and continued_states. A change of (3) has
+three, too: rat_naive, read_states and decode_one.
+
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K, and g for the gate
 a. Three things are in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias
 b_g, G = 2, and that head h reads group h % G. This file differs from their code in these points:
-- k~ and v~ are float32 or better here, and bfloat16 there. (3) reads them in q's dtype here, too.
+- k~ and v~ are float32 or better here, and bfloat16 there. rat_naive reads them as they are.
+  rat_fast rounds the final states and the own value to q's dtype, but not the own score. In
+  decoding a single token reads them from the cache, in the cache's dtype.
 - b_g has no weight decay here, as norms have none. There it decays, which makes gates forget
   faster.
 - norm_eps is 1e-5 here, and 1e-6 there.
@@ -170,7 +177,8 @@ def in_heads(x, cfg):
 
 def initial_gate_bias(W, steps):
     """Return log s for each of W channels, with s uniform in (1, steps - 1). At g = 0, a is then
-    s / (1 + s), and a state averages over about 1 / (1 - a) = 1 + s tokens: from 2 to `steps`."""
+    s / (1 + s), and a state averages over about 1 / (1 - a) = 1 + s tokens: from 2 to `steps`. If
+    steps is 1 or 2, s is 1."""
     return torch.empty(W).uniform_(1, max(1, steps - 1)).log()
 
 
@@ -189,19 +197,19 @@ class Context:
         self.pos = torch.arange(x.size(1), device=x.device)[None] if pos is None else pos
         self.chunk_of = self.pos // cfg.chunk
         token, zeros = self.pos, 0 * self.pos  # where all positions are 0, nothing is rotated
-        count = dict(  # what RoPE counts: the table of Config
+        rotated_by = dict(  # the numbers that RoPE takes as positions: the table of Config
             rat=dict(chunk=self.chunk_of, rope=token, none=zeros)[cfg.pos],
             attention=zeros if cfg.pos == "none" else token, swa=token)
         self.rope = {kind: rope_tables(number[:, None], cfg.head_size, cfg.rope_theta, x.dtype)
-                     for kind, number in count.items() if kind in cfg.kinds}
+                     for kind, number in rotated_by.items() if kind in cfg.kinds}
 
 
 # ---- the fast path ----
 
 def rat_fast(q, k, v, a, context):
     """Return the same as rat_naive. kernels.scan computes the recurrence. (3) is computed in two
-    parts: the final states are the same for all queries, so that their scores are a matrix product,
-    but the own state is another one for each query."""
+    parts. All queries share one set of final states, of which positions hide a part, so that their
+    scores are a matrix product. But each query has an own state that no other query reads."""
     cfg, K = context.cfg, context.cfg.chunk
     k_state, v_state = kernels.scan(a, k, K), kernels.scan(a, v, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
@@ -214,9 +222,9 @@ def rat_fast(q, k, v, a, context):
 def read_states(q, k_state, v_state, final_k, final_v, context):
     """Return (3), (B, H, T, D), from q and the own states k_state and v_state (B, H, T, D), which
     are not rotated, and from the final states of chunks 0 .. n - 1 (B, H, n, D), whose keys are
-    rotated. (A cache gives all of its slots. The positions hide those that hold no final state of
-    an earlier chunk.) kernels.attend_by_position takes the own state as one more key of its query.
-    It wants the finished score of this key, which is computed here."""
+    rotated. (A cache gives all of its slots in their place. The positions hide those that hold no
+    final state of an earlier chunk.) kernels.attend_by_position takes the own state as one more key
+    of its query. It wants the finished score of this key, which is computed here."""
     # A query and its own state have the same angle, so their score needs no RoPE.
     own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
@@ -305,7 +313,7 @@ class Cache(KVCache):
     tokens that have left the window. It is never read.
 
         k[layer], v[layer]    (B, H or G, n_slots[kind] + 1, D), keys after RoPE; H in rat layers
-        state[layer]          k~ and v~ of the last token before RoPE, (B, 2, W); rnn: v~, (B, 1, W)
+        state[layer]          k~ (not rotated), v~ of the last token, (B, 2, W); rnn: v~, (B, 1, W)
 
     The recurrence goes on from state. The cache is for the first n_layer layers (None: for all)."""
 
@@ -337,7 +345,8 @@ class Cache(KVCache):
 
 
 class CachedContext(Context):
-    """The Context of a call with a cache. It adds to Context:
+    """The Context of a call with a cache. (It does not use decoding.Cached, because a slot is not a
+    position here.) It adds to Context:
 
         cache, slots      the Cache, and what its place returns for the T new tokens a row
         padding (B, T)    whether a token is padding; None where all rows are alike
@@ -346,8 +355,8 @@ class CachedContext(Context):
     def __init__(self, cfg, cache, T, n_valid=None):
         self.cache, self.slots, self.padding = cache, cache.place(T, n_valid), None
         like = cache.lengths.new_empty(0, dtype=cache.dtype)
-        # Padding has the position of a slot, too. continued_states and fill leave padding out, and
-        # elsewhere its position affects only its own output, which means nothing.
+        # Padding has a position, too. continued_states and fill leave padding out, and elsewhere
+        # its position affects only its own output, which means nothing.
         super().__init__(cfg, like, self.slots.pos)
         if self.slots.at is not None:  # rows may differ
             self.padding = self.slots.at == cache.max_len  # place gives this slot to padding
@@ -397,6 +406,7 @@ def continued_states(a, xs, layer, context, K):
     if context.padding is not None:  # with a = gate = 1 padding keeps the state
         a, gate = (x.masked_fill(context.padding[..., None], 1) for x in (a, gate))
     if T == 1:
+        # Because T = 1, dimension 1 can count xs (k and v, or v alone), as in cached.
         cached.copy_(gate * cached + (1 - a) * torch.cat(xs, 1))
         return cached.split(1, 1)
     if cache.longest:
@@ -406,7 +416,7 @@ def continued_states(a, xs, layer, context, K):
         # beforehand.
         xs = [torch.where(starts, (1 - a) * x, x) for x in xs]
         states = [kernels.scan(gate, x, T, h) for x, h in zip(xs, cached.unbind(1))]
-    else:
+    else:       # the same, but all chunks at once, which is faster
         states = [kernels.scan(a, x, K) for x in xs]
     # A row without new tokens reads index -1, which is padding and so has the cached state.
     last = context.slots.n_new[:, None] - 1

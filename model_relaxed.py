@@ -2,11 +2,11 @@
 Recursive and Relaxed Recursive Transformers: layers tied over depth, relaxed by low-rank deltas.
 
 A trained Transformer is cut down to K stored blocks, which run one after the other in R = n_loop
-loops. So the smaller model has L = K R unrolled layers: this is the Recursive Transformer. Loop u +
-1 is use u of each block, u = 0 .. R - 1. In the Relaxed Recursive Transformer each use of a stored
-matrix adds a low-rank delta of its own (LoRA), so that the layers differ again. The smaller model
-starts from the trained one and is trained further, so that it loses little (lab/RESULTS.md has what
-it cost here); from random weights it is only a looped Transformer.
+loops. So the smaller model has L = K R unrolled layers: this is the Recursive Transformer. Each
+loop uses each block once, and u = 0 .. R - 1 is the number of a use. In the Relaxed Recursive
+Transformer each use of a stored matrix adds a low-rank delta of its own (LoRA), so that the layers
+differ again. The smaller model starts from the trained one and is trained further, so that it loses
+little (lab/RESULTS.md has what it cost here); from random weights it is only a looped Transformer.
 
     h_{l+1} = Block_k(h_l; u)               k = l mod K,  u = l // K,  l = 0 .. L - 1       (2)
 
@@ -17,14 +17,16 @@ it cost here); from random weights it is only a looped Transformer.
     U S V^T = W_l diag(g_l / g') - W'       singular value decomposition of what W' lacks   (4)
     B_u = U_r S_r,   A_u = V_r^T            at the start; the r largest singular values
 
-(2), (3) and (4) are the paper's numbers. h_0 are the embeddings, as in model_gpt.py. A block has
-seven matrices: W_q, W_k, W_v and W_o of attention, and W_gate, W_up and W_down of the MLP. All uses
-of a block share W' and its norms, which is what tied means. In (4) W_l is the matrix W in layer l
-of the trained model, and g_l and g' are the weights of the norms before W_l and W'. No norm stands
-before W_o and W_down, so that they have no ratio. There are no deltas with rank=0, which is the
-Recursive Transformer. If the trained model has L layers and the rank is full, the deltas undo the
-tying, and the converted model computes what the trained one does. If it has another number of
-layers, L of them, evenly spaced, stand for the layers l (some stand twice if there are fewer).
+(2) is the paper's Eq. 3, (3) is part of its Eq. 5, and (4) is its Eq. 4 with a ratio for norms. h_0
+are the embeddings, as in model_gpt.py. A block has seven matrices: W_q, W_k, W_v and W_o of
+attention, and W_gate, W_up and W_down of the MLP. (With mlp=gelu there is no W_gate.) All uses of a
+block share W' and its norms, which is what tied means. In (4) W_l is the matrix W in layer l of the
+trained model, and g_l and g' are the weights of the norms before W_l and W'. No norm stands before
+W_o and W_down, so that they have no ratio. There are no deltas with rank=0, which is the Recursive
+Transformer. If the trained model has L layers and the rank is full, deltas by (4) undo the tying,
+and the converted model computes what the trained one does. If the trained model has another number
+of layers, then L of them, evenly spaced, are the sources of the layers l. If it has fewer, some are
+the source of several.
 
 In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
 
@@ -32,10 +34,10 @@ In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
                       same W', norms      same W', norms
     loop 2   h_2 -> [block 0, use 1] -> [block 1, use 1] -> h_4 --norm, head--> logits
 
-At the sizes of configs/relaxed_tiny.yaml, 4 layers of 200,704 weights each become 2 stored blocks
-of as many weights. Their 4 uses add deltas of 19,712 weights each at rank 8, so that 0.60 of the
-weights in blocks remain, and 0.76 of all weights, because embedding and head stay. The two commands
-are:
+In configs/relaxed_tiny.yaml the trained model has 4 layers of 200,704 weights. The smaller model
+has 2 stored blocks of the same size, and each of the 4 uses adds 19,712 weights of deltas at rank
+8. So 0.60 of the weights in blocks remain, and 0.76 of all weights, because embedding and head
+stay. The two commands are:
 
     python train.py                                             the source, out/gpt_tiny
     python train.py model=relaxed init_from=out/gpt_tiny        converted, and trained further
@@ -43,10 +45,11 @@ are:
 The head can predict after every loop, so that a model can exit early (Section 3.7):
 
     pass                          loops                  loss
-    training                      R (loop_warmup: fewer  CE after the last loop
-                                  in the first steps)
+    training                      R                      CE after the last loop
     training with early_exit=     R, a head after each   sum_i c_i loss_i, i = 1 .. R
     evaluation, decoding          exit_loop (0: R)       CE after that loop
+
+With loop_warmup, training runs fewer loops in its first steps.
 
 In this file and in sample.py all tokens stop after the same loop. In serve.py each token can exit
 after the first loop whose prediction is sure. Every unrolled layer has keys and values of its own.
@@ -60,20 +63,22 @@ Layer-wise LoRA" (2410.20672). github.com/raymin0223/mixture_of_recursions has a
 This file differs from the paper and from that code as follows.
 - (4) The paper has no ratio g_l / g'. Here it is needed, because norms are tied too.
 - (4) init=stepwise. A stored block k > 0 may start from another layer than k, so that (4) gives
-  deltas in the first loop, too. The paper sets these to 0 (Appendix C). Here they follow (4),
+  deltas in the first loop, too. The example in Appendix C sets these to 0. Here they follow (4),
   because otherwise a conversion at full rank would not give the trained model back.
 - (3) The public code scales deltas by alpha / rank. Here deltas have no factor, because a factor
   would break (4).
 - QK-norm. The paper's models have none. Here each use has weights of its own if rank > 0.
-- Positions are RoPE or none. ALiBi and windows are left out, as the paper has neither.
+- Positions are RoPE, as in the paper, or none. ALiBi and windows are left out, as the paper has
+  neither.
 - loop_warmup is not theirs. Training begins with one loop, and the others follow over a fraction
   of the steps. Evaluation runs as many loops in these steps as later.
 - l, k and u count from 0, and loops from 1, so that loop i is use u = i - 1 of each block. In the
-  paper layers count from 1.
+  paper layers count from 1. It writes B for R, and L / B for K.
 
-Letters beside those of model_gpt.py: K stored blocks, R loops, r rank, l an unrolled layer, k a
-stored block (in Attention k are keys), u a use, i a loop. In the code R is n_loop, K is n_stored.
-In (4) and set_deltas U, S and V are the factors of the singular value decomposition.
+Letters beside those of model_gpt.py: K stored blocks, R loops, B_u a factor of a delta, r rank, l
+an unrolled layer, k a stored block (in Attention k are keys), u a use, i a loop. In the code R is
+n_loop, K is n_stored. In (4) and set_deltas U, S and V are the factors of the singular value
+decomposition.
 """
 from dataclasses import dataclass
 
@@ -145,8 +150,9 @@ def run_loops(blocks, h, context, last_loop):
 
 class Block(model_gpt.Block):
     """A stored block. Its use u follows from the unrolled layer, unless u is given. serve.py gives
-    u, and its `layer` is k. Where the rows of its call are in different loops, u is (B, R), and
-    each row has a 1 at its use and 0 elsewhere."""
+    u, and gives k as `layer`, because its context numbers only the K blocks of a loop. Where the
+    rows of a call of serve.py are in different loops, u is a mask (rows, R), in which each row has
+    a 1 at its use and 0 elsewhere."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -209,7 +215,9 @@ class RelaxedLinear(nn.Module):
     """A matrix W' with a delta B_u A_u for each use u (3).
 
     weight (out, in) is W', a[u] (r, in) is A_u, and b[u] (r, out) is B_u transposed. So the A_u
-    of all uses are one matrix (R r, in), and the transposed B_u of all uses are one (R r, out)."""
+    of all uses are one matrix (R r, in), and the transposed B_u of all uses are one (R r, out).
+    init_weights and block_weights know a and b by their 3 dimensions. A change of the delta also
+    has a place in MergedLinear and in set_deltas."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
@@ -220,7 +228,7 @@ class RelaxedLinear(nn.Module):
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))    # no delta yet
 
     def forward(self, x, u):
-        """Return (3), (B, T, out), of x (B, T, in). u is the use of all rows, or (B, R) as in
+        """Return (3), (B, T, out), of x (B, T, in). u is the use of all rows, or a mask as in
         Block."""
         y = F.linear(x, self.weight)                        # W' x
         if self.rank and isinstance(u, int):
@@ -249,9 +257,9 @@ class HeadNorm(nn.Module):
         self.weights = nn.ParameterList(ones if cfg.rank else ones[:1] * cfg.n_loop)
 
     def forward(self, x, u):
-        """Return x, normalized, times the weight of use u, an int or (B, R) as in Block. In 16 bits
-        the normalized x is rounded once more before the weight, which model_gpt's RMSNorm does not
-        do."""
+        """Return x, normalized, times the weight of use u, an int or a mask as in Block. In 16 bits
+        the normalized x and the weight are rounded before their product, which model_gpt's RMSNorm
+        does not do."""
         if isinstance(u, int):
             weight = self.weights[u]
         else:
@@ -294,7 +302,7 @@ def convert(model, weights):
         start = [sources[layer] for layer in layers_for_tied(cfg, k)]
         names = sources[0] if start else ()
         tied = {name: sum(s[name] for s in start) / len(start) for name in names}
-        # strict=False passes over the QK-norms of tied, because HeadNorm has other names.
+        # tied has no a and b, and HeadNorm has other names for QK-norms. strict=False allows this.
         block.load_state_dict(tied, strict=False)
         for u, source in enumerate(sources[k::cfg.n_stored]):
             set_head_norms(block, u, source if cfg.rank else tied)  # rank 0 ties QK-norms, too
@@ -338,7 +346,7 @@ def set_deltas(block, k, u, source):
     W_l diag(g_l / g'), where W_l and g_l are the weights of source.
 
     If W' already is that matrix up to rounding, as in the first loop with init=lower, an SVD would
-    only find noise. Then A stays random and B zero, as in plain LoRA, so that both can learn."""
+    only find noise, or an arbitrary basis. Then A stays random and B zero, as in plain LoRA."""
     for name, part in block.named_modules():
         if isinstance(part, RelaxedLinear):
             w_l = source[f"{name}.weight"]
@@ -406,7 +414,8 @@ class Model(LanguageModel):
         "ce_loop1", "ce_loop2", ... While loop_warmup runs fewer loops, the last of them has the
         loss and the weight of loop R."""
         exits = self.training and self.cfg.early_exit != "none" and cache is None
-        if not exits or targets is None or idx.numel() == 0:  # super refuses an empty idx
+        # super refuses an empty idx, and n_valid without a cache.
+        if not exits or targets is None or idx.numel() == 0 or n_valid is not None:
             return super().forward(idx, targets, cache, n_valid)
         *earlier, last = [upcast(self.head(self.norm(h))) for h in self.loop_states(idx)]
         *c_earlier, c_last = self.loop_weights()

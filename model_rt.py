@@ -25,7 +25,7 @@ it reads a temporary pair, which is made from x_i.
 n1 and n2 are RMSNorms. nq and nk are RMSNorms, too, each over the channels of all heads as one
 vector. They are there with qk_norm=full, the paper's choice, and not by default. Scores are
 q_i . k_j / sqrt(D) - m_h (i - j). The second term is ALiBi, with m_h = 2^(-8 h / H) in head
-h = 1 .. H. For the temporary pair it is 0.
+h = 1 .. H. For the temporary pair it is 0, and with pos=rope or none there is no such term.
 
 What position 4 reads, and what it gives to later positions:
 
@@ -64,7 +64,8 @@ This file differs from the paper and from its code (commit a21b42d) as follows.
 - gelu, initial weights. The text does not say which they are. Both are those of the code: gelu is
   exact, and the weights are as in Model.init_weights.
 - nq, nk. They are left out by default.
-- Scores. ALiBi and the softmax are in float32 even where products are in bfloat16.
+- Scores. ALiBi and the softmax are in float32 even where products are in bfloat16. Their
+  code adds ALiBi in bfloat16 and keeps a bfloat16 softmax for the backward pass.
 - Dropout. It acts on embeddings only.
 - Added are grouped heads (n_kv_head) and RoPE (pos=rope), which rotates q_i and both keys of
   position i by i, after the QK-norm.
@@ -120,10 +121,12 @@ class Config(BaseConfig):
 class Block(nn.Module):
     """One layer. naive is the loop over positions. The methods below it are the equations.
 
-    The default schedule, wavefront, does not run these methods in training. rt_wavefront.py has the
-    equations a second time, with a backward pass by hand, and rt_triton.py has parts of both a
-    third time, for GPUs. A fork that changes an equation has to change all three files, or to set
-    schedule=tiled (or naive)."""
+    The default schedule, wavefront, runs none of these methods. rt_wavefront.py has the equations a
+    second time, with a backward pass by hand, and rt_triton.py has parts of both a third time, for
+    GPUs. A fork that changes an equation has to change all three files, or to set schedule=naive or
+    tiled. Then a change of (1), (3), (4) or (5) is a change of a method below. A change of (2) has
+    two places, naive and Context.attention, which decoding calls. With schedule=tiled it has two
+    more, met_temporary and merge_tile, and merge_tile calls kernels.py."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -178,11 +181,11 @@ class Block(nn.Module):
         x = x.unflatten(-1, (-1, self.cfg.head_size)).transpose(1, 2)
         return apply_rope(x, *rope) if rope else x
 
-    # -- what runs when a layer is called alone, see the table in the docstring --
+    # -- what a layer runs, see the table in the docstring --
 
     def forward(self, x, layer, context):
-        """Return y (B, T, C) of x (B, T, C). The wavefront, which runs the plain pass of a
-        recurrent model with schedule=wavefront, does not call this."""
+        """Return y (B, T, C) of x (B, T, C). The wavefront does not call this. A layer that is
+        called alone with schedule=wavefront and without a cache runs tiled."""
         if not self.cfg.recurrent:
             return self.at_once(x, layer, context)
         if isinstance(context, Cached):
@@ -221,8 +224,8 @@ class Block(nn.Module):
 #            layer 0 c0 c1 c2
 # All queries of a chunk attend to the earlier chunks in one call. Only then do the positions of the
 # chunk follow one after the other, and each attends to the positions before it in its own chunk.
-# Both passes of the wavefront (rt_wavefront.py) fold the weight of n1 into Wk and Wv. This is right
-# only if (5) has n1, so that they need kv_norm=true.
+# rt_wavefront.py computes it. It needs kv_norm=true, because it folds the weight of n1 into Wk and
+# Wv, which is right only if (5) has n1.
 #
 # tiled is the paper's Algorithm 1. It relies on (1), which gives all queries of a layer before the
 # loop. After n positions, let t be the largest power of two that divides n. Then the queries
@@ -239,7 +242,8 @@ class Block(nn.Module):
 #                 6   4 4 4 4 5 .
 #                 7   4 4 4 4 6 6 .
 #                 8   4 4 4 4 6 6 7 .
-# Its backward pass is autograd's. The paper's own (section 6.4) is in rt_wavefront.py.
+# Autograd computes its backward pass. The paper writes one by hand (section 6.4), and the backward
+# pass of rt_wavefront.py uses the paper's idea.
 
 @torch.compiler.disable  # torch.compile would unroll the loop
 def tiled(block, x, context):
@@ -285,7 +289,7 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
     the weight e^lse, and out is the weighted mean of their values. So they count as one more key in
     the softmax over the tile, with the score lse and the value out."""
     # In 16 bits attend_by_position is called for every tile, because q @ k would round the scores.
-    # In float32 it is called for more than 32 keys only, because for fewer the call takes longer
+    # Otherwise it is called for more than 32 keys only, because for fewer the call takes longer
     # than the work. (This 32 has nothing to do with cfg.chunk.) own is one more key of each query.
     if q.dtype != lse.dtype or k.size(2) > 32:
         return kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes, own=(lse, out))
@@ -302,7 +306,7 @@ def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
 
 class Context(model_gpt.Context):
     """The same as in model_gpt, but a bias is made only where it is read: with schedule=naive, and
-    in a cache that is in float32 or better."""
+    in a call with a cache whose dtype is float32 or better."""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=False):
         self.naive = cfg.schedule_used == "naive"

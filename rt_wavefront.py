@@ -48,9 +48,9 @@ Letters, beside those of model_gpt.py (here S is the number of cached keys alone
     i  the position of a query, j that of a key. The equations count them in the sequence, and the
        code counts them in the chunk.
 
-K is at most cfg.chunk, because the chunks are of equal length, and `length` is T rounded up to
-whole chunks. A tensor (A, K B, C) has one row for each position and each sequence of the batch: row
-i B + b is position i of sequence b.
+T is cut into ceil(T / cfg.chunk) chunks of equal length K, so that K may be less than cfg.chunk.
+`length` is T rounded up to whole chunks. A tensor (A, K B, C) has one row for each position and
+each sequence of the batch: row i B + b is position i of sequence b.
 """
 import math
 from collections import namedtuple
@@ -77,7 +77,8 @@ def forward_pass(wave, x, *weights, pairs=None):
     w = Weights(*weights).to(wave.dtype)
     if pairs is None:
         pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
-    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.C)  # padding must be finite
+    # Padding is 0, because the backward pass multiplies it by gradients of 0, and 0 * NaN is NaN.
+    states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.C)
     states[0, :wave.T] = x.transpose(0, 1)
     for step in wave.steps:
         active = Weights(*(weight[step.lo:step.hi] for weight in w))
@@ -330,8 +331,10 @@ def persistent(wave, y_n, w, rope):
 #                         dx, in d_states, for the layer below
 #
 # A step has three parts. `recompute` computes again, for all positions of the chunk at once, (1),
-# the weights p_ij of attention, a, and u. `reverse_loop` goes from the chunk's last position j to
-# its first. When it comes to j, it has da_i and delta_i of all later positions i of the chunk.
+# the weights p_ij of attention to the chunk's own keys, a, and u. (outside_backward computes the
+# weights of all other keys again.) ChunkAttention, below, has what belongs to attention.
+# `reverse_loop` goes from the chunk's last position j to its first. When it comes to j, it has da_i
+# and delta_i of all later positions i of the chunk.
 #
 #     ds_ij = p_ij (da_i . v_j - delta_i)                                         (B1)
 #     dk_j  = sum_{i > j} ds_ij q_i / sqrt(D)    dv_j = sum_{i > j} p_ij da_i     (B2)
@@ -348,6 +351,9 @@ def persistent(wave, y_n, w, rope):
 #     dk^_i = ds^_i q_i / sqrt(D)    dv^_i = p^_i da_i                            (B8)
 #     dx_i  = dz_i + J_x.T (Wq.T J_q.T dq_i + Wk.T J_k^.T dk^_i + Wv.T dv^_i)     (B9)
 #     dW    = sum_i (gradient of W's output)_i (W's input)_i.T                    (B10)
+#
+# Equations of attention hold in each head. With grouped heads the sums over i in (B2), and (B8),
+# also sum over the Q query heads that share the pair.
 #
 # J are the Jacobians of norms. J_q, J_k and J_k^ are those of nq or nk and of the RoPE after it, as
 # far as the model has them. A norm without a weight is n = x r, where r is
@@ -414,8 +420,8 @@ def recompute(wave, x, y, pairs, d_pairs, w, step):
 def reverse_loop(wave, chunk, dy, w):
     """Run (B1) to (B6) from the last position to the first. Return g_low, du, dz and dkv, rows (A,
     K B, .), and leave da and delta in chunk.attention. g_low, du and dkv are in the dtype of
-    products. _low marks g and dz in this dtype, because they are there in float32 or better,
-    too."""
+    products. g and dz are also needed in float32 or better, and g_low and dz_low are their copies
+    in the dtype of products."""
     pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv_part]
     ropes, y_parts, z_parts, k_parts = (each_position(tensors, wave.K) for tensors in (
         chunk.rope, chunk.y_parts, chunk.z_parts, chunk.k_parts))
@@ -564,7 +570,8 @@ def rotated_back(d, rope):
 
 
 def heads_backward(rows, weight, parts):
-    """Return the gradient before nq or nk, from that after it, the rows of rotated_back."""
+    """Return the gradient of the input of nq or nk, from `rows`, the gradient of its output as
+    rotated_back returns it."""
     return norm_backward(rows * weight, *parts) if parts else rows
 
 
@@ -626,8 +633,8 @@ class Layers(torch.autograd.Function):
 
 def run(wave, function, *inputs):
     """Return function(wave, *inputs). Autocast is off inside, because wave.dtype is its dtype. On
-    CUDA the call is replayed as a graph, because a position has some fifteen kernels, which take
-    longer to launch than to run."""
+    CUDA the second and later calls of a key are replayed as a graph, because a position has some
+    fifteen kernels, which take longer to launch than to run."""
     with torch.autocast(inputs[0].device.type, enabled=False):
         if not (wave.cfg.cuda_graphs and graphs.recordable(inputs[0])):
             return function(wave, *inputs)

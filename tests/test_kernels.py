@@ -2,6 +2,7 @@
 tests/interpreted_kernels.py the Triton code does."""
 import importlib.util
 import math
+import re
 
 import pytest
 import torch
@@ -169,6 +170,13 @@ def test_wrong_arguments_are_named(name, value, message):
     with pytest.raises(ValueError) as error:
         kernels.attend_by_position(**{**right, name: value})
     assert message in str(error.value)
+
+
+def test_scan_names_wrong_arguments():
+    x = torch.rand(2, 5, 3)
+    for arguments, message in (((x, x[:1], 2), "x (1, 5, 3)"), ((x, x, 0), "chunk=0"), ((x, x, 2, x[:1, 0]), "h0 (1, 3)")):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            kernels.scan(*arguments)
 
 
 def test_without_triton_it_runs_and_says_so_once():

@@ -233,6 +233,8 @@ def test_the_loss_of_every_loop_counts_and_the_last_does_not_learn_from_the_earl
     named = [*(aux.pop(f"ce_loop{b}") for b in range(1, n_loop)), aux.pop("ce")]
     assert abs(loss - want) < 1e-10 and not aux and all(abs(a - b) < 1e-10 for a, b in zip(named, ce, strict=True))
     assert_gradients(model, loss, want)
+    with pytest.raises(ValueError, match="for a call with a cache"):
+        model(x, y, n_valid=torch.tensor([12, 5]))
 
 
 @pytest.mark.parametrize("b", [1, 2])
