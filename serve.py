@@ -10,7 +10,7 @@ A line of FILE is {"prompt": "def ", "max_new_tokens": 50, "id": "a"}, in which 
 needed. The answer is a JSON line with the id (or the line's number), the text, its tokens, exits
 (for each token, the loop after which it was predicted) and seconds (since the start). An answer
 ends where the context is full, where sample.py would go on. prompt= prints each token in the colour
-of the loop after which it was predicted: 1 blue, 2 magenta, 3 cyan.
+of the loop after which it was predicted: 1 blue, 2 green, 3 red.
 
 Batching. A token takes loop 1. Then it may exit, which means that the next token is predicted from
 it, or take loop 2. (model_mor.py calls a loop a recursion.) In the pictures, two slots decode the
@@ -489,7 +489,7 @@ def adapter_of(model):
     name, adapters = type(model).__module__, {"model_relaxed": RelaxedAdapter,
                                               "model_mor": MoRAdapter}
     if name not in adapters:
-        raise UserError(f"only models that loop over depth are served (relaxed, mor), not a {name}")
+        raise UserError(f"only model_relaxed and model_mor are served, not a {name}")
     return adapters[name](model)
 
 
@@ -592,8 +592,8 @@ def in_colours(r, tokenizer):
     # stream yields one piece more than there are tokens, which is the rest of an unfinished
     # character. It gets loop 1's colour.
     pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])
-    # The codes are 34 (blue), 35 (magenta), 36 (cyan), 31 (red), ..
-    new = [f"\033[{31 + (loop + 2) % 6}m{text}\033[0m" for text, loop in pieces]
+    codes = 34, 32, 31, 35, 36, 33          # blue, green, red as in lab.page, and others
+    new = [f"\033[{codes[(loop - 1) % 6]}m{text}\033[0m" for text, loop in pieces]
     return tokenizer.decode(r.prompt) + "".join(new)
 
 

@@ -835,11 +835,16 @@ def main(argv):
 
 
 def print_help(argv):
-    """Print the usage, the trainer's options and those of the chosen model."""
+    """Print the usage, the trainer's options, those of the chosen model, and what its config file
+    sets."""
     given = split_args(argv, most=None)[1]
-    name = {**config_file(given), **given}.get("model", TrainConfig.model)
+    file = config_file(given)
+    name = {**file, **given}.get("model", TrainConfig.model)
     print(help_text(TrainConfig, __doc__))
     print("\n" + help_text(model_module(name).Config, f"options of model={name}:"))
+    if Path(file["config"]).exists():
+        print(f"\nin the place of these defaults, {file.pop('config')} sets:\n")
+        print("\n".join(f"    {option}: {value}" for option, value in file.items()))
 
 
 def finish(run, done):

@@ -209,10 +209,12 @@ def file_options(run):
 
 
 def changed(run, made):
-    """Return which of "text" and "model" have changed since the run was made. `made` is the run's
-    line of the results, or what `start` wrote. Its text is None if no text was prepared then."""
+    """Return which have changed since the run was made, of the text and the model's code. `made` is
+    the run's line of the results, or what `start` wrote. Its text is None if no text was prepared
+    then."""
     now = made_from(run)
-    return [what for what in now if now[what] and made.get(what) not in (None, now[what])]
+    words = {"text": "text", "model": "version of the model's code"}
+    return [words[what] for what in now if now[what] and made.get(what) not in (None, now[what])]
 
 
 def made_from(run):
@@ -650,8 +652,8 @@ def show(experiment, runs):
     others = {run: changed(run, run.result or {}) for run in runs}
     if count := sum(map(bool, others.values())):
         what = " and ".join(sorted(set(sum(others.values(), []))))
-        note(f"{count} of these runs were made with another {what}; "
-             f"to repeat them: python -m lab.reproduce {experiment.name} again")
+        note(f"{count} of these runs were made with another {what} (CHANGELOG.md tells what "
+             f"changes results); to repeat them: python -m lab.reproduce {experiment.name} again")
 
 
 def forget(runs):

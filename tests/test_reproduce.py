@@ -239,12 +239,12 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     (tmp_path / "parts_of_mine.py").write_text('"""Other words."""\ny = 1     # one\n')
     assert told(first, first) == ""
     (tmp_path / "parts_of_mine.py").write_text("y = 2\n")
-    assert told(first, first) == "2 of these runs were made with another model"
+    assert told(first, first) == "2 of these runs were made with another version of the model's code (CHANGELOG.md tells what changes results)"
     config.unlink()
     assert told(first, first).startswith("a: there is no configs/gpt_tiny.yaml, so that it has the defaults of train.py")
     config.touch()
     meta.write_text(split("c"))
-    assert told(first, {}) == "1 of these runs were made with another model and text"
+    assert told(first, {}) == "1 of these runs were made with another text and version of the model's code (CHANGELOG.md tells what changes results)"
     (tmp_path / "book.txt").write_text("a text")
     source = prepare.fingerprint([tmp_path / "book.txt"])
     meta.write_text(json.dumps({**json.loads(split("a")), "dataset": f"file:{tmp_path / 'book.txt'}", "source": source}))

@@ -396,6 +396,7 @@ def test_help(capsys):
     train.main(["help", "model=rt"])
     out = capsys.readouterr().out
     assert out.startswith("The trainer of every model") and "# which model_<name>.py" in out and "schedule: str" in out
+    assert "rt_tiny.yaml sets:" in out and "    tokenizer: bpe:2048" in out
 
 
 def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir, capsys):
