@@ -118,7 +118,8 @@ def stream(model, prompts, max_new_tokens, temperature=0.8, top_k=0, top_p=1.0, 
     for every further token, so that each further token is predicted from exactly the last
     context_limit tokens. A token then costs a forward pass over all these tokens. A model whose
     prefill is slow (LRT) keeps fewer tokens, context_kept, and then goes on by steps until its
-    cache is full again.
+    cache is full again. All rows are prefilled when one of them is full. This changes no other
+    row's text, unless prefill=interleaved approximates it (LRT).
 
     Sampling draws from a generator of its own, so that it leaves torch's global generator as it is.
     vocab_size is the tokenizer's. A model's vocabulary may be padded by further ids, which stand
@@ -179,8 +180,8 @@ def sample_text(model, tokenizer, prompt, max_new_tokens, **options):
 def read_prompts(text):
     """Return the prompts that prompt= names: a text, the text of FILE:PATH, or the lines of
     LINES:PATH that are not blank."""
-    kind, _, path = text.partition(":")
-    if kind not in ("FILE", "LINES"):
+    kind, colon, path = text.partition(":")
+    if kind not in ("FILE", "LINES") or not colon:
         return [text]
     content = read_text(home(path), f"prompt file {path}")
     lines = [line.rstrip("\r") for line in content.split("\n") if line.strip()]

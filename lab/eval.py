@@ -129,8 +129,11 @@ def clean_losses(totals, starts, longest, data):
     val = data["val"]
     found = repeated(val.mapped(), data["train"].mapped())
     clean = [n for n, start in enumerate(starts) if not found[start:start + longest + 1].any()]
-    targets = [val.windows([starts[n] + 1], longest)[0] for n in clean]
-    tokens, size = len(clean) * longest, sum(len(val.tokenizer.decode_bytes(t)) for t in targets)
+    windows = [val.windows([starts[n]], longest + 1)[0] for n in clean]
+    # The first token is no target. It is decoded because some tokenizers drop a text's first blank.
+    size_of = lambda ids: len(val.tokenizer.decode_bytes(ids))
+    size = sum(size_of(ids) - size_of(ids[:1]) for ids in windows)
+    tokens = len(clean) * longest
     sums = {k: float(nats[clean].sum()) for k, nats in totals.items()}
     return float(found.mean()), {str(k): {
         "ce": nats / tokens, "bpb": nats / math.log(2) / size, "tokens": tokens}

@@ -58,9 +58,10 @@ class PageEngine(serve.Engine):
     async def take_turn(self):
         """Take a few steps for all choices. Before that, a choice that has ended, or whose client
         has gone, loses its slot or its place in the queue."""
-        for choice in [slot.request for slot in self.busy()] + list(self.waiting):
-            if await choice.id.is_disconnected():
-                choice.reason = choice.reason or "cancelled"
+        choices = [slot.request for slot in self.busy()] + list(self.waiting)
+        gone = {client: await client.is_disconnected() for client in {c.id for c in choices}}
+        for choice in choices:
+            choice.reason = choice.reason or ("cancelled" if gone[choice.id] else None)
         for slot in self.busy():
             slot.request = None if slot.request.reason else slot.request
         self.waiting = deque(choice for choice in self.waiting if not choice.reason)
@@ -224,15 +225,16 @@ def main(argv):
     cfg = typed_config(PageConfig, options)
     for path in paths:
         name = Path(path).absolute().name       # also of the path "."
-        if name in runs:
-            raise UserError(f"two runs are named {name}: each needs a name of its own")
         model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
         # Beside other runs, a router's run has no exit=. Alone it gets exit=, which Engine refuses.
         skips = serve.adapter_of(model).routed and len(paths) > 1
         rule = () if skips else (cfg.exit, cfg.fill)
-        runs[name] = PageEngine(model, tokenizer, cfg, *rule)
-        if runs[name].rule:         # the same weights show what exits change
-            runs[f"{name}-without-exits"] = PageEngine(model, tokenizer, cfg)
+        new = {name: PageEngine(model, tokenizer, cfg, *rule)}
+        if new[name].rule:          # the same weights show what exits change
+            new[f"{name}-without-exits"] = PageEngine(model, tokenizer, cfg)
+        for name in new.keys() & runs.keys():
+            raise UserError(f"two runs are named {name}: each needs a name of its own")
+        runs.update(new)
     with naming(f"host={cfg.host} port={cfg.port}"):
         family, *_, (address, *_) = socket.getaddrinfo(cfg.host, cfg.port)[0]
         # uvicorn would end with a status of its own if it cannot have the address.

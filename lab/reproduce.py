@@ -12,11 +12,12 @@ and then writes tables and pictures.
 
 The runs of experiments/NAME.yaml stand in out/NAME-*. results/NAME.jsonl has a line for each
 command that is done. Such a command is not run again, unless the config file or the `evaluate` of a
-run has other values today. So a reproduction that was stopped goes on where it was. A line has the
-commit, a hash of each file that differed from the commit, the CPU, the threads and versions. It
-also has the fingerprints of the prepared text and of the model's files. A note tells where they
-differ today, and where a text has changed since it was prepared. To repeat a run, delete its line
-and its folder.
+run has other values today, or a run that it starts from has no line. So a reproduction that was
+stopped goes on where it was. A line has the commit at which the run began, a hash of each file that
+differed from the commit, the CPU, the threads and versions. It also has the fingerprints of the
+prepared text, of the model's files, and of the weights that the run started from and ended with. A
+note tells where they differ today, and where a text has changed since it was prepared. To repeat a
+run, delete its line and its folder.
 
 A difference is the mean of the differences of runs with the same seed. The two numbers behind it
 are its 95 % interval by the t distribution. A difference whose interval includes 0 is called a tie,
@@ -45,7 +46,7 @@ from statistics import fmean, median, stdev
 
 import torch
 
-from common.checkpoint import load_checkpoint, read_log
+from common.checkpoint import build_model, fingerprint, load_checkpoint, read_log
 from common.data import data_folder
 from common.options import (HERE, TrainConfig, UserError, asks_help, check_known, first_line,
                             load_yaml, lock, model_module, names, note, read_json, replace_file,
@@ -64,6 +65,8 @@ AGAINST = " against "           # between a column's format and the row that it 
 QUANTILES = {3: 4.3027, 4: 3.1824, 5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
 CURVE_POINTS = 60               # about how many points of a run's log its result keeps
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
+STARTED, STOP = [], threading.Event()   # programs of this call; whether they are to end
+PANEL = {"x", "y", "of", "xlabel", "ylabel", "xscale", "yscale", "xlim", "ylim", "xticks", "yticks"}
 
 
 @dataclass(eq=False)     # so that it can be a key of a dict
@@ -123,6 +126,10 @@ class Experiment:
             format(0.0, value.split()[1])       # ValueError if it is no format
             if against and row not in self.rows:
                 raise ValueError(f"column {what!r} is against no row")
+        for panel in self.picture:
+            if not {"x", "y"} <= panel.keys() <= PANEL:
+                raise ValueError(f"a panel of picture needs x and y, and may have "
+                                 f"{', '.join(sorted(PANEL - {'x', 'y'}))}")
 
 
 def load_experiments():
@@ -179,8 +186,11 @@ def plan(experiment):
                 of_file = file_options(run)
             except UserError as e:
                 raise UserError(f"{experiment.name}.yaml: {label}: {e}") from None
+            if twin := [other.label for other in runs.values() if other is not run
+                        and other.command == run.command]:
+                raise UserError(f"{experiment.name}.yaml: {label} has the options of {twin[0]}")
             line = lines.get(run.command, {})
-            same = line.get("keys") == of_file
+            same = line.get("keys") == rounded(of_file) and all(r.result for r in run.needs)
             if same and line.get("evaluate", {}) == row["evaluate"]:
                 run.result = line
     return list(runs.values())
@@ -209,17 +219,18 @@ def file_options(run):
 
 
 def changed(run, made):
-    """Return which have changed since the run was made, of the text and the model's code. `made` is
-    the run's line of the results, or what `start` wrote. Its text is None if no text was prepared
-    then."""
-    now = made_from(run)
-    words = {"text": "text", "model": "version of the model's code"}
+    """Return which have changed since the run was made, of the text, the model's code and the
+    weights that it starts from. `made` is the run's line of the results, or what `start` wrote.
+    What it lacks, or has as None, was not known then."""
+    now, words = made_from(run), {"text": "text", "model": "version of the model's code",
+                                  "start": "run that they start from"}
     return [words[what] for what in now if now[what] and made.get(what) not in (None, now[what])]
 
 
 def made_from(run):
-    """Return the fingerprints of the prepared text and of the model's files. The text's is that of
-    a checkpoint's "data", and None where no text is prepared, as for a task."""
+    """Return the fingerprints of the prepared text, of the model's files, and of the weights that
+    the run starts from. The text's is that of a checkpoint's "data", and None where no text is
+    prepared, as for a task."""
     values = {"model": "gpt", **file_options(run), **run.options}
     where = {"dataset", "tokenizer", "data_dir"} & values.keys()
     cfg = typed_config(TrainConfig, {name: values[name] for name in where})
@@ -228,7 +239,9 @@ def made_from(run):
     if splits:
         tell_text(meta)
     text = " ".join(splits[split]["sha256"] for split in ("train", "val") if split in splits)
-    return {"text": text or None, "model": code_of(f"model_{values['model']}")}
+    start = [(other.result or {}).get("weights") for other in run.needs]
+    return {"text": text or None, "model": code_of(f"model_{values['model']}"),
+            "start": start if all(start) else None}
 
 
 @cache
@@ -265,21 +278,32 @@ def code_of(module):
 
 
 def missing(runs):
-    """Return the runs without a result, and the runs that these start from if their checkpoints are
-    gone."""
+    """Return the runs without a result, and the runs that these start from if their last
+    checkpoints are gone."""
     wanted = set()
     for run in reversed(runs):      # a run starts from earlier ones
         if run in wanted or not run.result:
-            wanted |= {run, *(r for r in run.needs if not (r.folder / "ckpt.pt").exists())}
+            wanted |= {run, *(r for r in run.needs if not finished(r))}
     return [run for run in runs if run in wanted]
 
 
 # ---- runs ----
 
 def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
-    """Start one of our programs, and return its process."""
-    return subprocess.Popen([sys.executable, *command], text=True, cwd=HERE, stdout=stdout,
-                            stderr=stderr, env={**os.environ, **environment})
+    """Start one of our programs, and return its process. It ends with this call of ours."""
+    process = subprocess.Popen([sys.executable, *command], text=True, cwd=HERE, stdout=stdout,
+                               stderr=stderr, env={**os.environ, **environment})
+    STARTED.append(process)
+    if STOP.is_set():       # stop_all may have come before this process
+        process.terminate()
+    return process
+
+
+def stop_all():
+    """End all programs. A run saves its state then, and is resumed next time."""
+    STOP.set()
+    for process in STARTED:
+        process.terminate()
 
 
 def start(run):
@@ -291,12 +315,14 @@ def start(run):
     if was != options or changed(run, made):        # it begins again
         if run.folder.exists():
             if (run.folder / "ckpt.pt").exists():
-                note(f"{run.folder} begins again: its config file, text or model has changed")
+                note(f"{run.folder} begins again: its config file, text or model has changed, or "
+                     f"the run that it starts from")
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True)
         if run.start:
             os.link(HERE / run.start, run.folder / "ckpt.pt")
-        file.write_text(json.dumps({**options, "made_from": made_from(run)}))
+        made = {**made_by(THREADS), **made_from(run)}
+        replace_file(file, json.dumps({**options, "made_from": made}).encode())
     with open(f"{run.folder}.txt", "w") as out:
         return python("train.py", *run.arguments, f"run={run.name}", "resume=auto", stdout=out,
                       OMP_NUM_THREADS=str(THREADS))
@@ -304,15 +330,17 @@ def start(run):
 
 def train_all(runs, jobs):
     """Train the runs, `jobs` at a time. Return those that failed, and those that need them."""
-    processes, tasks = [], {}
+    tasks = {}
 
     def train(run):
         # A run that this one needs stands before it, and so has begun.
         good = all([tasks[other].result() for other in run.needs if other in tasks])
-        told = f"FAILED, see {run.folder}.txt"
+        told = "left out, because a run that it starts from has not ended well"
         if good:
-            processes.append(process := start(run))
-            status = process.wait()
+            try:
+                status, told = start(run).wait(), f"FAILED, see {run.folder}.txt"
+            except (OSError, UserError) as e:
+                status, told = 2, f"FAILED: {first_line(e)}"
             stopped = status == -signal.SIGTERM or status == 0 and not finished(run)
             good = status == 0 and not stopped and record(run)
             told = "done" if good else "stopped; the same command goes on" if stopped else told
@@ -323,14 +351,17 @@ def train_all(runs, jobs):
             for run in runs:
                 tasks[run] = pool.submit(train, run)
             return [run for run, task in tasks.items() if not task.result()]
-        finally:                # runs that are stopped save their state and are resumed next time
+        except BaseException:   # a signal; the pool's threads wait for their programs
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.terminate()
+            stop_all()
+            raise
 
 
 def finished(run):
-    """Return whether a run is at its last step. A run that a signal stopped is not."""
+    """Return whether a run's checkpoint is that of its last step. That of a run that a signal
+    stopped is not."""
+    if not (run.folder / "ckpt.pt").exists():
+        return False
     ckpt = load_checkpoint(run.folder / "ckpt.pt")
     return ckpt["step"] >= ckpt["config"]["max_steps"]
 
@@ -339,13 +370,14 @@ def record(run):
     """Evaluate a run that has been trained, and write its line of the results. Return False if an
     evaluation fails."""
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
-    sizes = {w.data_ptr(): w.numel() for w in ckpt["weights"].values()}     # tied ones count once
+    made = read_json(run.folder / "keys.json")["made_from"]
+    made = {**made_from(run), **{name: value for name, value in made.items() if value}}
     steps = [row for row in log if "lr" in row]         # the others are evaluations
     # A run of fewer steps than log_interval has no such line, so that the speed is the whole run's.
     speeds = [row["tokens_per_second"] for row in steps] or [log[-1]["tokens"] / log[-1]["seconds"]]
-    result = {"command": run.command, **made_by(THREADS), **made_from(run),
-              "keys": file_options(run),
-              "parameters": sum(sizes.values()),
+    result = {"command": run.command, **made, "keys": file_options(run),
+              "weights": fingerprint(ckpt)[:16],
+              "parameters": sum(p.numel() for p in build_model(ckpt).parameters()),
               "tokens_per_second": median(speeds),
               **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
               **{k: log[-1][k] for k in ("step", "tokens", "flops", "seconds")}}
@@ -360,7 +392,8 @@ def record(run):
         result |= {"evaluate": run.row["evaluate"], name: json.loads(output)}
     if names := re.findall(r"curves\.(\w+)", str(run.experiment.picture)):
         points = steps[::-max(1, round(len(steps) / CURVE_POINTS))][::-1]       # the last one too
-        result["curves"] = {name: [row[name] for row in points] for name in names}
+        result["curves"] = {name: [row[name] for row in points] for name in names
+                            if all(name in row for row in points)}
     append(run.experiment, result)
     run.result = result
     return True
@@ -411,21 +444,25 @@ def read_results(experiment):
     for n, text in enumerate(file.read_text().splitlines() if file.exists() else (), 1):
         try:
             line = json.loads(text)
-        except ValueError as e:
-            raise UserError(f"{file}, line {n} is not JSON: {first_line(e)}") from None
-        lines[line["command"]] = line
+            lines[line["command"]] = line
+        except (ValueError, LookupError, TypeError) as e:
+            raise UserError(f"{file}, line {n} is not a result in JSON: {first_line(e)}") from None
     return lines
 
 
 def append(experiment, line):
     """Add a line to results/NAME.jsonl. If the disk is full, the file stays as it was."""
     file = results_file(experiment)
-    seven_digits = lambda text: float(f"{float(text):.7g}")     # keeps the committed file short
-    line = json.loads(json.dumps(line), parse_float=seven_digits)
     with APPENDING:
         file.parent.mkdir(exist_ok=True)
         old = file.read_text() if file.exists() else ""
-        replace_file(file, f"{old}{json.dumps(line)}\n".encode())
+        old += "\n" * (old[-1:] not in ("", "\n"))      # an editor may have removed the last one
+        replace_file(file, f"{old}{json.dumps(rounded(line))}\n".encode())
+
+
+def rounded(values):
+    """Return values with floats of seven digits, which keep the committed files short."""
+    return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.7g}"))
 
 
 def made_by(threads):
@@ -657,12 +694,11 @@ def show(experiment, runs):
 
 
 def forget(runs):
-    """Drop the results and folders of the runs whose text or model has changed, and of the runs
-    that start from these, so that they begin again."""
+    """Drop the results of the runs whose text, model or start has changed, and of the runs that
+    start from these. `start` begins them again."""
     for run in runs:
         if changed(run, run.result or {}) or any(other.result is None for other in run.needs):
             run.result = None
-            shutil.rmtree(run.folder, ignore_errors=True)
 
 
 def main(argv):
@@ -697,11 +733,15 @@ def reproduce(plans, again=False):
     lock(OUT, "lab.reproduce")  # a second one at the same time ends here
     if again:
         forget([run for runs in plans.values() for run in runs])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))     # train_all stops its runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    STOP.clear()
     jobs = 1 if "gpu" in {experiment.tier for experiment in plans} else JOBS
     by_seed = [run for runs in plans.values() for run in sorted(runs, key=lambda run: run.seed)]
-    failed = train_all(missing(by_seed), jobs)
-    return failed + [command for e, runs in plans.items() for command in measure(e, runs)]
+    try:
+        failed = train_all(missing(by_seed), jobs)
+        return failed + [command for e, runs in plans.items() for command in measure(e, runs)]
+    finally:
+        stop_all()
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def test_values_of_a_config_file_are_those_of_the_command_line(tmp_path, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     assert merge({"config": "~/x.yaml", "init_from": ""}, checkpoint.load_start)[0].folder == tmp_path / "out" / "7"
     (tmp_path / "prompts.txt").write_text("a\nb\n")
-    assert sample.read_prompts("LINES:~/prompts.txt") == ["a", "b"]
+    assert sample.read_prompts("LINES:~/prompts.txt") == ["a", "b"] and sample.read_prompts("FILE") == ["FILE"]
     assert options.typed_config(evaluation.EvalConfig, {"include_path": "~/tasks"}).include_path == f"{tmp_path}/tasks"
     assert options.split_args(["~/out/r"], most=1)[0] == [f"{tmp_path}/out/r"]
 

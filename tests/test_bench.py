@@ -186,6 +186,7 @@ def test_what_counts_as_a_launch():
     pos = torch.arange(16, dtype=torch.int32)
     attend = lambda: bench.kernels.attend_by_position(x, x, x, pos, pos)
     assert bench.counted(Call(attend)) == (1, 0) == bench.counted(Call(lambda: [attend(), attend()], steps=2))
+    assert bench.counted(Call(lambda: x.index_select(2, pos[:5])), [x]) == (1, 2 * 3 * 5 * 8 * x.itemsize)
 
 
 def sizes_of(*parts):
@@ -287,3 +288,5 @@ def test_requests(capsys):
     bench.bench_requests("mor", model, TEXT, CPU)
     mean = np.mean([loop for r in Engine(model, 3).run(bench.workload(TEXT)) for loop in r.exits])
     assert f"{(2 + 6 * mean / 2) / 8:.3f} of the layers" in capsys.readouterr().out
+    bench.bench_requests("relaxed", tiny("relaxed", block_size=19, n_layer=4, n_loop=2, exit_loop=1), TEXT, CPU)
+    assert "all loops, depth: tokens by loops 1: 100%, 2: 0%: 1.000 of the layers" in capsys.readouterr().out

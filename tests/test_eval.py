@@ -178,6 +178,17 @@ def test_what_is_repeated_from_train_is_told_apart(tmp_path):
     assert found["clean"] == found["lengths"]["1"]["clean"] and found["clean"]["tokens"] < found["tokens"]
 
 
+def test_blanks_at_the_beginning_of_windows_count():
+    """Llama 2's tokenizer drops the first blank of a text, and a window is no text."""
+    tokenizer = HFTokenizer(json.dumps(llama2()), "</s>")
+    ids = np.array(tokenizer.encode(" cat" * 41))
+    val = SimpleNamespace(tokenizer=tokenizer, mapped=lambda: ids, windows=lambda starts, n: np.stack([ids[s:s + n] for s in starts]))
+    starts = range(0, len(ids) - 8, 8)
+    found = evaluation.clean_losses({1: torch.ones(len(starts))}, starts, 8, {"val": val, "train": val})[1]
+    assert tokenizer.decode(ids[8:10]) == "cat cat"
+    assert found["1"]["bpb"] == pytest.approx(len(starts) / math.log(2) / (len(" cat") * 8 * len(starts)))
+
+
 def harness_model(model, tokenizer, batch_size, **how):
     lm = pytest.importorskip("lm_eval.api.model", reason="lm_eval is not installed: eval.py's tasks are not tested")
     return type("RunModel", (HarnessModel, lm.LM), {})(model, tokenizer, batch_size, **how)

@@ -313,9 +313,13 @@ def test_a_stream_that_is_cut_is_an_error(folders):
 
 @pytest.mark.parametrize("argv, message", [
     ("", "the command needs a run folder or checkpoint"), ("{0}/mor {0}/mor", "two runs are named mor"),
+    ("{0}/relaxed-without-exits {0}/relaxed exit=static:1", "two runs are named relaxed-without-exits"),
     ("{0}/mor host=", "host= is empty"), ("{0}/mor dtype=float16", "dtype=float16 must be one of")])
 def test_what_is_refused(argv, message, folders, monkeypatch):
     monkeypatch.setattr(page, "runs", {})
+    twin = folders / "relaxed-without-exits"
+    if not twin.exists():
+        twin.symlink_to(folders / "relaxed")
     with pytest.raises(UserError, match=message):
         page.main(argv.format(folders).split())
 

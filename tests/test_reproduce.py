@@ -149,6 +149,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "file_options", lambda run: config)
     monkeypatch.setattr(reproduce, "made_from", lambda run: made)
     run, made = SimpleNamespace(folder=tmp_path / "r", name="r", start=None, arguments=[]), {"model": "a"}
+    monkeypatch.setattr(reproduce, "made_by", lambda threads: {"commit": "b"})
     reproduce.start(run)
     for changed in config, made:
         (run.folder / "pending.pt").touch()
@@ -163,6 +164,27 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     made["text"] = "a b"
     reproduce.start(run)
     assert calls == ["resume=auto"] * 7 and (run.folder / "pending.pt").exists()
+    assert json.loads((run.folder / "keys.json").read_text())["made_from"] == {"commit": "b", "model": 0.2}
+
+
+def test_a_run_that_others_start_from_is_done_again_if_it_is_not_whole(monkeypatch):
+    a, b = (Mock(result=result, needs=[]) for result in ({"n": 1}, None))
+    b.needs.append(a)
+    for whole, wanted in (True, [b]), (False, [a, b]):
+        monkeypatch.setattr(reproduce, "finished", lambda run: whole)
+        assert reproduce.missing([a, b]) == wanted
+
+
+def test_a_call_that_is_stopped_leaves_no_program_behind():
+    """It also ends a program that starts after the signal."""
+    try:
+        wait = lambda: reproduce.python("-c", "import time; time.sleep(60)", stdout=subprocess.DEVNULL)
+        before = wait()
+        reproduce.stop_all()
+        assert before.wait(30) == wait().wait(30) == -15
+    finally:
+        reproduce.STOP.clear()
+        reproduce.STARTED.clear()
 
 
 def test_what_tells_a_run_apart(tmp_path, monkeypatch):
@@ -173,7 +195,7 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     config = tmp_path / "configs" / "gpt_tiny.yaml"
     file.parent.mkdir(parents=True)
     config.parent.mkdir()
-    config.write_text("n_layer: 4\nlearning_rate: 0.02\nbatch_size: 12\n")
+    config.write_text("n_layer: 4\nlearning_rate: 0.02345678901\nbatch_size: 12\n")
 
     def plan(text):
         file.write_text(text)
@@ -182,12 +204,20 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     first = plan(trial.format(3, "{}"))
     for run in first:
         reproduce.append(run.experiment, {"command": run.command, "keys": reproduce.file_options(run)})
+        results = reproduce.results_file(run.experiment)
+        results.write_text(results.read_text().rstrip())    # an editor removes the last line break
     done = lambda *changes: [bool(run.result) for run in plan(trial.format(*changes))]
     assert done(3, "{}") == [True, True] and done(3, "{half: batches=1}") == [False, False]
     assert done(4, "{}") == [True, False] and plan(trial.format(4, "{}"))[1].folder != first[1].folder
     for layers, same in (4, True), (5, False):          # the lost option was the default's; another value
-        config.write_text(f"n_layer: {layers}\nlearning_rate: 0.02\n")
+        config.write_text(f"n_layer: {layers}\nlearning_rate: 0.02345678901\n")
         assert done(3, "{}") == [same, same]
+    config.write_text("n_layer: 4\nlearning_rate: 0.02345678901\n")
+    both = results.read_text()
+    results.write_text(both.splitlines()[1])            # without the run that it starts from, a run is not done
+    assert done(3, "{}") == [False, False]
+    results.write_text(both)
+    assert done(3, "{}") == [True, True]
     for mistake, told in {"row: 5": "trial.yaml: .*row", "rows: {y: 'from={x}'}": "no row above", "rows: {y: run=z}": "y: run= is set",
                           "rows: {y: nlayer=1}": "trial.yaml: y: unknown option 'nlayer'",
                           "rows: {y: qk_norm=maybe}": "trial.yaml: y: qk_norm must be true or false",
@@ -195,13 +225,15 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
                           "rows: {y: ''}\ncolumns: {bits: val_bpb}": "column 'val_bpb' must be .* a name and a format",
                           "rows: {y: ''}\ncolumns: {bits: val_bpb %.3f}": "trial.yaml: Invalid format",
                           "rows: {y: ''}\nevaluate: lengths=1": "evaluate of y must be", "tier: cup": "tier must be one of",
+                          "rows: {y: '', z: ''}": "trial.yaml: z has the options of y",
+                          "picture: [{x: step, y: bpb, xlable: steps}]": "a panel of picture needs x and y, and may have of",
                           "bench: rt": "bench must be a list"}.items():
         with pytest.raises(UserError, match=told):
             plan(f"title: a\n{mistake}" + "\ntier: cpu" * ("tier" not in mistake))
-    with pytest.raises(UserError, match="trial.jsonl, line 3 is not JSON"):
-        results = reproduce.results_file(first[0].experiment)
-        results.write_text(results.read_text() + "<<<<<<<\n")
-        plan(trial.format(3, "{}"))
+    for line in "<<<<<<<", "{}":
+        results.write_text(f"{both}\n{line}\n")
+        with pytest.raises(UserError, match="trial.jsonl, line 3 is not a result in JSON"):
+            plan(trial.format(3, "{}"))
     results.unlink()
     config.unlink()     # a model needs no file
     assert plan("title: a\ntier: cpu\nrows: {y: ''}")
@@ -252,12 +284,17 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     (tmp_path / "book.txt").write_text("a text and more")
     reproduce.tell_text.cache_clear()
     assert "book.txt has another size, date, content than when " in told(None, None) and told(None, None) == ""
+    meta.write_text(split("a"))
+    (tmp_path / "parts_of_mine.py").write_text("y = 1\n")
+    started = {**first, "start": ["b"]}
+    unknown = {**first, "start": None}
+    assert told({**first, "weights": "b"}, started) == told({**first, "weights": "c"}, unknown) == told(first, started) == ""
+    assert told({**first, "weights": "c"}, started).startswith("1 of these runs were made with another run that they start from")
+    assert told(None, started) == "" and reproduce.forget(runs) is runs[1].result is None
     meta.write_text(split("c"))
     told(first, {})
-    for run in runs:
-        run.folder.mkdir(parents=True)
     reproduce.forget(runs)
-    assert [run.result for run in runs] == [None, None] and not any(run.folder.exists() for run in runs)
+    assert [run.result for run in runs] == [None, None]
     for words, told in {("ratse",): "unknown experiment 'ratse': did you mean rates",
                         ("again",): "again needs the names of experiments", ("intervals",): "intervals needs the names",
                         ("again", "write", "rates"): "write makes no runs, and again does"}.items():
