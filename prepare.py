@@ -167,7 +167,7 @@ def card_splits(folder):
 def split_of(path):
     """Return the split that the path of a table tells, or None if it tells none. The first part of
     the path that tells a split decides."""
-    if shard := re.fullmatch(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*", path):
+    if shard := re.fullmatch(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*", Path(path).as_posix()):
         return shard[1]
     return next((split for part in Path(path).parts for split, words in SPLITS.items()
                  if re.search(rf"(^|[-._ 0-9])({words})([-._ 0-9]|$)", part)), None)
@@ -562,12 +562,13 @@ def make_folder(folder, cfg) -> dict:
 
 
 def clear_killed(folder):
-    """Remove the temporary folders of killed calls, whose locks the kernel has released."""
+    """Remove the temporary folders of killed calls, whose locks the kernel has released. Without
+    locks they stay, because a call may still go on there."""
     for parent, part in product(folder.parents, ("new", "old")):
         for found in parent.glob(f".{folder.name}.{8 * '?'}/{part}"):
-            with contextlib.suppress(UserError):
-                lock(found.parent)
-                clear(found.parent, parent / folder.name)
+            with contextlib.suppress(UserError, FileNotFoundError):     # it has just ended
+                if lock(found.parent):
+                    clear(found.parent, parent / folder.name)
 
 
 def clear(temporary, folder):

@@ -29,10 +29,12 @@ steps. So if a run is resumed with a larger max_steps=, a learning rate that has
 """
 import bisect
 import contextlib
+import hashlib
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -106,9 +108,8 @@ def train(run):
                 save_and_evaluate(run)
             logged, stopping = train_step(run, signals)
             if cfg.keep_interval and run.step % cfg.keep_interval == 0:
-                if run.replaces:            # the older run's step_*.pt go first
-                    save_last(run)
-                save(run, f"step_{run.step}.pt")
+                save_last(run)              # so that no step_N.pt is newer than ckpt.pt
+                keep(run)
             if run.log:
                 run.log.step(logged, write=run.step % cfg.log_interval == 0 or stopping)
             if stopping:
@@ -304,12 +305,13 @@ def setup(argv):
     elif cfg.resume == "true":
         check_teacher(run, ckpt, "teacher" in given)
         restore(run, ckpt)
-    run.replaces = (cfg.overwrite and newest(run.folder).exists()) or is_replacing(run.folder)
+    run.replaces = (cfg.overwrite and bool(checkpoints(run.folder))) or is_replacing(run.folder)
     # The sum makes each process wait for all others. So all have read the folder before the first
     # one writes to it.
-    if procs.sum(run.step)[0] != procs.world * run.step:
-        raise UserError(f"resume: the processes read different checkpoints; {run.folder} must be "
-                        f"the same on every node")
+    number = number_of(run, ckpt) if procs.world > 1 else 0
+    if procs.sum(number)[0] != procs.world * number:
+        raise UserError("the processes have different options, data or checkpoints: every node "
+                        "needs the same command, and the same files in out_dir and data_dir")
     if not cfg.eval_only:
         with procs.together():
             claim_folder(run)
@@ -323,11 +325,26 @@ def check_new(cfg):
     happen to it. Its ckpt.pt may have been removed and best.pt kept."""
     if cfg.resume == "true" or cfg.overwrite or cfg.eval_only:
         return
-    for file, use in ((newest(cfg.folder), "resume=true goes on from it"),
-                      (cfg.folder / "best.pt", "init_from= takes its weights")):
-        if file.exists():
-            raise UserError(f"{file} is a checkpoint: {use}, overwrite=true replaces it, "
-                            f"run=NAME starts another run")
+    last = newest(cfg.folder)
+    for file in [last] * last.exists() + checkpoints(cfg.folder):
+        use = "resume=true goes on from it" if file == last else "init_from= takes its weights"
+        raise UserError(f"{file} is a checkpoint: {use}, overwrite=true replaces it, "
+                        f"run=NAME starts another run")
+
+
+def checkpoints(folder):
+    """Return the checkpoints of a run's folder."""
+    return sorted(file for file in folder.glob("*.pt") if OURS.fullmatch(file.name))
+
+
+def number_of(run, ckpt):
+    """Return a number that is the same in all processes if their options, their data and their
+    checkpoints are. Paths may differ."""
+    paths = "out_dir", "data_dir", "config", "init_from", "teacher"
+    options = {name: value for name, value in asdict(run.cfg).items() if name not in paths}
+    decides = [options, asdict(run.model.cfg), run.batches.fingerprint, run.taught_by, run.step,
+               ckpt and fingerprint(ckpt)]
+    return int(hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8], 16)
 
 
 def check_graph(cfg, procs):
@@ -374,7 +391,7 @@ def fit_to_data(cfg, given, batches):
     if not fits:
         ids = batches.cut(batches.val, [0])[0][0, :16].tolist()
         text = data.tokenizer.decode(ids).replace("\0", "")    # no option may hold a zero byte
-        cfg.sample_prompt = text.rstrip("\ufffd") or text
+        cfg.sample_prompt = text.rstrip("\ufffd") or text or "\n"
 
 
 def make_model(cfg, fields, ckpt, vocab_size):
@@ -457,7 +474,7 @@ def prepare_forward(cfg, model, procs):
             block.compile()                     # the hooks around the blocks are not compiled
         return model
     forward = torch.compile(model) if compiled else model
-    if procs.world == 1:
+    if procs.world == 1 or cfg.eval_only:
         return forward
     # The parameters of a loop that has not begun get no gradient.
     unused = getattr(model.cfg, "loop_warmup", 0) > 0
@@ -558,6 +575,9 @@ def describe(run):
         train, val = run.batches.train, run.batches.val
         say(f"{train.folder}: {train.tokens:,} tokens to train on, {val.tokens:,} to validate")
     if not cfg.eval_only:
+        if cfg.lr_schedule != "linear" and cfg.warmup_steps >= cfg.max_steps:
+            note(f"warmup_steps={cfg.warmup_steps} is not over after {cfg.max_steps} steps: the "
+                 f"learning rate does not reach its peak")
         say(f"{cfg.max_steps:,} steps of {tokens_per_step(cfg, model):,} tokens on "
             f"{device_name(procs.device)}, {procs.world} process{'es' * (procs.world > 1)}"
             + f"; going on from step {run.step}" * (run.step > 0))
@@ -670,6 +690,19 @@ def save_last(run):
     commit(run)
 
 
+def keep(run):
+    """Keep the run's last state as step_N.pt, too. The file system has the two as one file, if it
+    can."""
+    if run.procs.master:
+        last, kept = run.folder / "ckpt.pt", run.folder / f"step_{run.step}.pt"
+        temporary = Path(f"{kept}.tmp")
+        try:
+            os.link(last, temporary)
+        except OSError:
+            shutil.copyfile(last, temporary)
+        os.replace(temporary, kept)
+
+
 def commit(run):
     """Rename pending.pt to ckpt.pt. If the run replaces an older one, that one's files are removed
     first. A kill in between leaves pending.pt, which is the newest state, and never files of both
@@ -741,11 +774,12 @@ class Log:
         self.run = run
         rows = read_log(self.path) if run.step else []
         rows = [row for row in rows
-                if row["step"] <= (run.evaluated if "val_ce" in row else run.step)]
+                if row["step"] <= (run.step if "lr" in row else run.evaluated)]
         replace_file(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
-        self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step", disable=None,
-                        dynamic_ncols=True, file=sys.stderr)
+        # None disables the bar if stderr is no terminal. Some terminals have no columns to show it.
+        self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step",
+                        disable=no_columns() or None, dynamic_ncols=True, file=sys.stderr)
         self.lap = time.perf_counter(), run.tokens              # since the last line of the log
         self.told = time.perf_counter(), run.tokens, run.step   # since the last sign of life
         self.torn = ""          # a line break after a line that could not be written whole
@@ -803,6 +837,12 @@ class Log:
         self.lap = time.perf_counter(), self.run.tokens     # evaluations are not training time
 
 
+def no_columns():
+    with contextlib.suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns == 0
+    return False
+
+
 def in_words(result):
     """Return the line that is printed about an evaluation. val_ce is missing if it is not
     finite."""
@@ -854,9 +894,12 @@ def finish(run, done):
     if not done:
         return say(f"stopped at step {run.step}; go on with resume=true")
     if cfg.sample_tokens and not run.task:
-        text = sample_text(run.model, run.batches.train.tokenizer, cfg.sample_prompt,
-                           cfg.sample_tokens, seed=cfg.seed)
-        say("\n".join(["-" * 80, text, "-" * 80]))
+        try:
+            text = sample_text(run.model, run.batches.train.tokenizer, cfg.sample_prompt,
+                               cfg.sample_tokens, seed=cfg.seed)
+            say("\n".join(["-" * 80, text, "-" * 80]))
+        except UserError as e:
+            say(f"note: no sample: {e}")
     try:                        # a run needs neither lab nor matplotlib
         from lab.plot import draw_curves
         draw_curves(read_log(run.log.path), run.folder / "curves.png", cfg.run)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from common.options import (UserError, first_line, known, model_module, names, naming, note,
+from common.options import (UserError, first_line, known, lock, model_module, names, naming, note,
                             open_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
@@ -135,7 +135,7 @@ def build_model(ckpt, **overrides):
         else:
             model.load_state_dict(ckpt["weights"])
     except (TypeError, ValueError, RuntimeError) as e:
-        reason = str(e).splitlines()[-1].strip()
+        reason = (str(e).splitlines() or [type(e).__name__])[-1].strip()
         raise UserError(f"the checkpoint does not fit model_{ckpt['model']}.py: {reason}") from e
     return model
 
@@ -170,6 +170,9 @@ def load_start(start):
         start.resume = "true" if own.exists() else "false"
     if start.resume == "true" or start.eval_only and not start.init_from:
         start.init_from = ""
+        if own.exists() and not start.eval_only and os.environ.get("RANK", "0") == "0":
+            lock(start.folder)
+            own = newest(start.folder)          # because another run may have ended meanwhile
         return load_checkpoint(own)
     return load_initial(start.init_from) if start.init_from else None
 
@@ -180,7 +183,9 @@ def load_initial(path, option="init_from"):
     with contextlib.suppress(FileNotFoundError):
         return load_checkpoint(path)
     if (Path(path) / "log.jsonl").exists():
-        raise UserError(f"{option}={path}: this run has no checkpoint yet")
+        best = Path(path) / "best.pt"
+        hint = f", but {option}={best} may be given" * best.exists()
+        raise UserError(f"{option}={path}: this run has no last checkpoint{hint}")
     from common.huggingface import from_pretrained
     try:
         model = from_pretrained(path)

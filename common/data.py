@@ -36,7 +36,7 @@ def data_folder(cfg):
 def check_dataset(dataset):
     """Raise UserError if dataset= is a path alone, because the kind of a data set (file:, hf:)
     must stand before its path."""
-    if ":" not in dataset and Path(dataset).expanduser().exists():
+    if dataset and ":" not in dataset and Path(dataset).expanduser().exists():
         raise UserError(f"dataset={dataset} is a path: dataset=file:{dataset} reads a text, a glob "
                         f"or a folder of texts, and dataset=hf:{dataset} reads tables")
 

@@ -386,18 +386,20 @@ LOCKS = {}      # {folder: its open descriptor}, for the folders that this proce
 
 def lock(folder, what="run of this name"):
     """Keep a folder for this process. The kernel releases the lock when the process ends, however
-    it ends. Raise UserError if another process has the folder; `what` says what it does there."""
+    it ends. Return whether there is a lock now, because some systems have none. Raise UserError if
+    another process has the folder; `what` says what it does there."""
     folder = folder.absolute()
     if folder in LOCKS or fcntl is None:
-        return
+        return folder in LOCKS
     LOCKS[folder] = fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         unlock(folder)
         raise UserError(f"{folder} is in use: another {what} goes on") from None
-    except OSError:
-        pass                                    # some network file systems have no locks
+    except OSError:                             # some network file systems have no locks
+        unlock(folder)
+    return folder in LOCKS
 
 
 def unlock(folder):
@@ -505,7 +507,7 @@ class TrainConfig(Options):
     gradient_accumulation_steps: int = 1  # micro-batches of a step, of all processes together
     # optimization
     max_steps: int = 2000  # optimizer steps
-    max_flops: float = 0.0  # FLOPs of training; sets max_steps (0: no limit)
+    max_flops: float = 0.0  # FLOPs of training, without a teacher's; sets max_steps (0: no limit)
     optimizer: str = choice("adamw", "muon")  # muon: for the blocks' matrices only
     learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: see common/optim.py)
     muon_learning_rate: float = 0.02  # Muon's peak
@@ -589,6 +591,9 @@ def merge(given, load):
         ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
         file = config_file({"model": ckpt["model"], **given})
         saved = {"model": ckpt["model"], **ckpt["model_config"]}
+        if "converts" not in ckpt:              # a field that is newer than the checkpoint
+            config = model_module(ckpt["model"]).Config
+            saved |= asdict(typed_config(config, ckpt["model_config"]))
         left = {"fast"} | not_in_weights(ckpt) & named.keys()
         tell_ignored(chosen(named, saved.keys() - left - given.keys()), saved)
     elif ckpt is not None:

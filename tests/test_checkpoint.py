@@ -1,4 +1,5 @@
 """Checkpoints are not lost by a kill at any moment, nor by a full disk. Damaged and hostile files are refused."""
+import fcntl
 import hashlib
 import io
 import os

@@ -28,7 +28,7 @@ import runs
 import train
 from common.options import UserError, unlock
 from conftest import ROOT, python
-from common import data
+from common import data, options
 from common.data import load_data
 from common.huggingface import hf_tokenizer, read_tokenizer
 from common.tokenizer import (PATTERN, SLICE, ByteTokenizer, CharTokenizer, HFTokenizer, in_base64, load_tokenizer, slices,
@@ -743,7 +743,7 @@ def test_a_changed_source_is_told(tmp_path, data_dir, capsys, monkeypatch):
     assert "note" not in capsys.readouterr().out and str(tmp_path) not in Path(tmp_path / "data/file-a.txt-byte/meta.json").read_text()
 
 
-def test_what_killed_calls_left_is_removed(tmp_path):
+def test_what_killed_calls_left_is_removed(tmp_path, monkeypatch):
     """A set that was to be replaced goes back, too. The folder of a call that goes on stays."""
     root, dataset = tmp_path / "data", write_docs(tmp_path / "docs", DOCS)
     folder = make(tmp_path, dataset=dataset, name="x")
@@ -754,6 +754,10 @@ def test_what_killed_calls_left_is_removed(tmp_path):
             fcntl.flock(fd, fcntl.LOCK_EX)      # another descriptor is like another process
     os.rename(folder, root / ".x.dead0000" / "old")
     shutil.copytree(root / ".x.dead0000" / "old", root / ".x.late0000" / "old")     # it was being deleted
+    with monkeypatch.context() as patch:
+        patch.setattr(options, "fcntl", None)       # as on Windows: nobody knows which call goes on
+        prepare.clear_killed(folder)
+        assert len(os.listdir(root)) == 3
     assert make(tmp_path, dataset=dataset, name="x") == folder
     assert sorted(os.listdir(root)) == [".x._alive00", "x"]
     os.close(fd)

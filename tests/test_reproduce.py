@@ -284,13 +284,6 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     (tmp_path / "book.txt").write_text("a text and more")
     reproduce.tell_text.cache_clear()
     assert "book.txt has another size, date, content than when " in told(None, None) and told(None, None) == ""
-    meta.write_text(split("a"))
-    (tmp_path / "parts_of_mine.py").write_text("y = 1\n")
-    started = {**first, "start": ["b"]}
-    unknown = {**first, "start": None}
-    assert told({**first, "weights": "b"}, started) == told({**first, "weights": "c"}, unknown) == told(first, started) == ""
-    assert told({**first, "weights": "c"}, started).startswith("1 of these runs were made with another run that they start from")
-    assert told(None, started) == "" and reproduce.forget(runs) is runs[1].result is None
     meta.write_text(split("c"))
     told(first, {})
     reproduce.forget(runs)
@@ -300,6 +293,18 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
                         ("again", "write", "rates"): "write makes no runs, and again does"}.items():
         with pytest.raises(UserError, match=told):
             reproduce.main(list(words))
+
+
+def test_a_run_knows_the_weights_that_it_starts_from(monkeypatch):
+    a, b = (SimpleNamespace(options={"dataset": "task:s3"}, result=None, needs=[]) for _ in range(2))
+    b.needs.append(a)
+    monkeypatch.setattr(reproduce, "file_options", lambda run: {})
+    for weights, start, changed in (("x", ["x"], []), ("y", ["x"], ["run that they start from"]), ("y", None, []), (None, ["x"], [])):
+        a.result = {"weights": weights}
+        assert reproduce.changed(b, {"start": start}) == changed
+    a.result, b.result = None, {"start": ["x"]}
+    reproduce.forget([a, b])
+    assert b.result is None
 
 
 def test_a_result_names_its_machine_and_what_differs_from_the_commit(tmp_path, monkeypatch):

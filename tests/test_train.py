@@ -188,6 +188,12 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir, capsys):
         fields = train.setup([*start, f"config={tmp_path / 'long.yaml'}"]).model.cfg
         assert fields.block_size == 32 and fields.dropout == 0.25 and fields.n_embd == 16
         assert "n_embd=16 is the checkpoint's and stays; the file has 32" in capsys.readouterr().out
+    old = train.state(first)
+    del old["model_config"]["window"]       # an option that is newer than the checkpoint
+    checkpoint.save_checkpoint(tmp_path / "old.pt", old)
+    (tmp_path / "window.yaml").write_text("window: 4\n")
+    start = [f"init_from={tmp_path / 'old.pt'}", *start[1:], "run=old", f"config={tmp_path / 'window.yaml'}"]
+    assert train.setup(start).model.cfg.window == 0
     folder = runs.run("rat", tmp_path / "b", data_dir, "max_steps=1").folder
     cfg, fields, _ = merge({"init_from": str(folder)}, checkpoint.load_start)
     assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16), "the config file of their model"
@@ -407,6 +413,11 @@ def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir, capsys):
     keys = [f"dataset=file:{tmp_path / 'ä.txt'}", "tokenizer=char", f"data_dir={tmp_path}", "max_steps=1", "sample_tokens=2"]
     small = runs.arguments("gpt", tmp_path, data_dir, f"config={tmp_path / 'x.yaml'}", "run=words")
     assert train.setup(small).cfg.sample_prompt == "ab"
+    (tmp_path / "zeros.txt").write_bytes(b"abc " * 300 + b"\0" * 200)
+    zeros = train.setup(runs.arguments("gpt", tmp_path, data_dir, f"dataset=file:{tmp_path / 'zeros.txt'}", "run=zeros",
+                                       f"data_dir={tmp_path}", "warmup_steps=6"))
+    assert zeros.cfg.sample_prompt == "\n"
+    assert "warmup_steps=6 is not over after 6 steps" in capsys.readouterr().out
     of_bytes = [*keys, "tokenizer=byte", "run=b", f"config={tmp_path / 'x.yaml'}"]
     assert train.setup(runs.arguments("gpt", tmp_path, data_dir, *of_bytes)).cfg.sample_prompt == "äöüäöüäö"
     train.main(runs.arguments("gpt", tmp_path, data_dir, *keys))
@@ -715,6 +726,17 @@ def test_nobody_waits_for_the_sample(tmp_path, data_dir):
         (tmp_path / "r" / "go_on").touch()
         assert second.exitcode == 0
     assert two_ranks(tmp_path, data_dir, long_sample, meanwhile=second_has_ended)[0] == [0, 0]
+
+
+def other_rate():
+    def merged(given, load, merge=train.merge):
+        return merge({**given, "learning_rate": "0.5"}, load)
+    train.merge = merged
+
+
+def test_processes_with_other_options_are_refused(tmp_path, data_dir):
+    codes, told = two_ranks(tmp_path, data_dir, other_rate)
+    assert codes == [2, 2] and all("the processes have different options, data or checkpoints" in text for text in told), told
 
 
 def test_every_process_stops_at_a_nan_in_one(tmp_path, data_dir):
