@@ -53,7 +53,7 @@ class Sampling(Decoding):
 class SampleConfig(Sampling):
     prompt: str = ""        # a text, FILE:PATH or LINES:PATH (default: the run's sample_prompt)
     num_samples: int = 1    # samples of each prompt, all in one batch
-    prefill: str = choice("", "exact", "interleaved")   # lrt: see its file (default: the run's)
+    prefill: str = choice("", "exact", "interleaved")   # lrt: how prompts are read ("": the run's)
 
     def __post_init__(self):
         super().__post_init__()

@@ -502,7 +502,7 @@ class TrainConfig(Options):
     dataset: str = "python"  # as for prepare.py, or the name of its folder, or task:NAME
     tokenizer: str = "byte"  # byte | char | bpe:SIZE | gpt2 | hf:PATH_OR_NAME
     data_dir: str = "data"  # where prepared data sets are
-    task_examples: int = 0  # fixed examples of a task (0: its own number)
+    task_examples: int = 0  # number of a task's training examples (0: the task's own)
     batch_size: int = 12  # sequences in one forward pass (a micro-batch)
     gradient_accumulation_steps: int = 1  # micro-batches of a step, of all processes together
     # optimization
@@ -525,7 +525,7 @@ class TrainConfig(Options):
     eval_interval: int = 250  # steps between evaluations and checkpoints
     keep_interval: int = 0  # steps between checkpoints step_N.pt that are kept (0: none)
     eval_batches: int = 40  # micro-batches of an evaluation (0: all)
-    exact_batches: int = 0  # of eval_batches, how many lrt's exact, slow chain takes (0: all)
+    exact_batches: int = 0  # lrt: batches that the exact, slow chain evaluates, too (0: all)
     log_interval: int = 10  # steps between lines in log.jsonl
     sample_prompt: str = ""  # text that the sample at the end continues (default: val's beginning)
     sample_tokens: int = 256  # length of the sample in tokens (0: no sample)
