@@ -105,7 +105,7 @@ class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "alibi", "none")  # how positions enter (in code pos are numbers)
-    qk_norm: bool = False        # RMSNorm of each head's query and key (one weight for all heads)
+    qk_norm: bool = False        # RMSNorm of queries and keys before RoPE (one weight for heads)
     window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma

@@ -169,12 +169,12 @@ class Config(BaseConfig):
 
 
 # ---- the method: the chain, Algorithm 1, a pass ----
-# Model.forward embeds idx into Tokens and calls `interleaved` in training. Model.hidden calls
-# `chain` or `all_at_once`, or decode_exact, which computes the chain faster. Each of them makes
-# passes over some of the T positions. A pass is a call of run_layers with a Context, which holds
-# what the layers read: the Tokens of its positions, their m_{t-1}, and the buffer with the keys and
-# values of all positions so far. Each layer puts those of the pass into the buffer
-# (Context.extend).
+# Model.forward embeds idx into Tokens and calls `interleaved` in training, and Model.hidden does so
+# for `estimate`. Otherwise hidden calls `chain` or `all_at_once`, or decode_exact, which computes
+# the chain faster. Each of them makes passes over some of the T positions. A pass is a call of
+# run_layers with a Context, which holds what the layers read: the Tokens of its positions, their
+# m_{t-1}, and the buffer with the keys and values of all positions so far. Each layer puts those of
+# the pass into the buffer (Context.extend).
 
 def chain(model, tokens, K):
     """Run chunks of K positions, one after the other, and return x (B, T, C). K = 1 is the exact

@@ -65,7 +65,8 @@ This file differs from the paper or from the authors' code:
 - z-loss. In token choice its weight is 1e-5, as in their code. The paper has 1e-3.
 - Attention is tied, as in the paper. In their code it was not before commit 82c97f2.
 - Weights start as model_gpt's.
-- kv=share. Here F_2 .. F_R make keys and values that nobody reads, which changes no result.
+- kv=share. Here F_2 .. F_R make keys and values that nobody reads, which takes little
+  time and changes no result.
 - Left out are random routers and the capacity warm-up, which is off in their code. Left out is also
   their third kind of keys and values: in a later recursion, the tokens that take it have new ones,
   and all others have those of F_1.

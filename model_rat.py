@@ -49,8 +49,8 @@ function runs in a layer:
 With a cache, rat and rnn layers run the same code for both values of fast. token_decode obeys fast
 only where it calls attend_tokens: in a call into an empty cache, with several tokens a row.
 
-A change of (2) has three places: recurrence, kernels.scan and continued_states. A change of (3) has
-three, too: rat_naive, read_states and decode_one.
+A change of (2) has three places: recurrence, kernels.scan (with its backward pass and its Triton
+code) and continued_states. A change of (3) has three, too: rat_naive, read_states and decode_one.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K, and g for the gate
 a. Three things are in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias

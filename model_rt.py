@@ -121,12 +121,13 @@ class Config(BaseConfig):
 class Block(nn.Module):
     """One layer. naive is the loop over positions. The methods below it are the equations.
 
-    The default schedule, wavefront, runs none of these methods. rt_wavefront.py has the equations a
-    second time, with a backward pass by hand, and rt_triton.py has parts of both a third time, for
-    GPUs. A fork that changes an equation has to change all three files, or to set schedule=naive or
-    tiled. Then a change of (1), (3), (4) or (5) is a change of a method below. A change of (2) has
-    two places, naive and Context.attention, which decoding calls. With schedule=tiled it has two
-    more, met_temporary and merge_tile, and merge_tile calls kernels.py."""
+    In training and in a prefill the default schedule, wavefront, runs none of these methods.
+    (Decoding one token runs them.) rt_wavefront.py has the equations a second time, with a backward
+    pass by hand, and rt_triton.py has parts of both a third time, for GPUs. A fork that changes an
+    equation has to change all three files, or to set schedule=naive or tiled. Then a change of (1),
+    (3), (4) or (5) is a change of a method below. A change of (2) has two places, naive and
+    Context.attention, which decoding calls. With schedule=tiled it has two more, met_temporary and
+    merge_tile, and merge_tile calls kernels.py."""
 
     def __init__(self, cfg):
         super().__init__()

@@ -569,6 +569,8 @@ def clear_killed(folder):
             with contextlib.suppress(UserError, FileNotFoundError):     # it has just ended
                 if lock(found.parent):
                     clear(found.parent, parent / folder.name)
+                else:
+                    note(f"another call makes {folder}, or a killed one has left {found.parent}")
 
 
 def clear(temporary, folder):

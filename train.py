@@ -51,8 +51,8 @@ from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_i
 from common.data import TextBatches, bits_per_byte, data_folder, is_task, open_data
 from common.device import Processes, compiles, device_name, gpu_peaks
 from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
-                            help_text, lock, merge, model_module, note, replace_file, run_cli, say,
-                            split_args)
+                            help_text, lock, merge, model_module, note, read_text, replace_file,
+                            run_cli, say, split_args)
 from common.optim import (blocks_of, load_optimizers, loop_starts, lr_factor, make_optimizers,
                           set_schedules)
 from common.sharded import gathered, shard, whole
@@ -107,11 +107,12 @@ def train(run):
             if run.evaluated < run.step and run.step % cfg.eval_interval == 0:
                 save_and_evaluate(run)
             logged, stopping = train_step(run, signals)
-            if cfg.keep_interval and run.step % cfg.keep_interval == 0:
-                save_last(run)              # so that no step_N.pt is newer than ckpt.pt
-                keep(run)
             if run.log:
                 run.log.step(logged, write=run.step % cfg.log_interval == 0 or stopping)
+            if cfg.keep_interval and run.step % cfg.keep_interval == 0:
+                # First the state becomes ckpt.pt, so that no step_N.pt is newer.
+                save_and_evaluate(run) if run.step % cfg.eval_interval == 0 else save_last(run)
+                keep(run)
             if stopping:
                 save_last(run)
                 return False
@@ -275,11 +276,20 @@ def stop_request():
 def setup(argv):
     """Return the Run that the arguments describe. All is checked before anything but a data set is
     written."""
-    given = split_args(argv)[1]
-    cfg, model_fields, ckpt = merge(given, load_start)
+    given, read = split_args(argv)[1], []
+
+    def load(start):
+        read.append(stamp(newest(start.folder)))
+        return load_start(start)
+    cfg, model_fields, ckpt = merge(given, load)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
     procs = Processes(cfg)
     with procs.together():
+        if procs.master and cfg.resume == "true" and not cfg.eval_only:
+            lock(cfg.folder)
+            if [stamp(newest(cfg.folder))] != read:
+                raise UserError(f"{cfg.folder}: another run has saved there meanwhile; the same "
+                                f"command goes on from it")
         check_new(cfg)
         check_graph(cfg, procs)
         batches = open_batches(cfg, model_fields["block_size"], procs.world)
@@ -290,6 +300,11 @@ def setup(argv):
         spent = (ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()
         set_budget(cfg, model, *spent)
         teacher = load_teacher(cfg, model, batches.train)
+    # No process can write to the folder before all have read it, because each sum waits for all.
+    number = number_of(cfg, model, batches, teacher, ckpt) if procs.world > 1 else 0
+    if procs.sum(number)[0] != procs.world * number:
+        raise UserError("the processes have different options, data or checkpoints: every node "
+                        "needs the same command, and the same files in out_dir and data_dir")
     if cfg.fsdp:
         shard(model, blocks_of(model), procs.device, procs.world)
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
@@ -305,13 +320,6 @@ def setup(argv):
     elif cfg.resume == "true":
         check_teacher(run, ckpt, "teacher" in given)
         restore(run, ckpt)
-    run.replaces = (cfg.overwrite and bool(checkpoints(run.folder))) or is_replacing(run.folder)
-    # The sum makes each process wait for all others. So all have read the folder before the first
-    # one writes to it.
-    number = number_of(run, ckpt) if procs.world > 1 else 0
-    if procs.sum(number)[0] != procs.world * number:
-        raise UserError("the processes have different options, data or checkpoints: every node "
-                        "needs the same command, and the same files in out_dir and data_dir")
     if not cfg.eval_only:
         with procs.together():
             claim_folder(run)
@@ -337,13 +345,18 @@ def checkpoints(folder):
     return sorted(file for file in folder.glob("*.pt") if OURS.fullmatch(file.name))
 
 
-def number_of(run, ckpt):
+def stamp(file):
+    """Return what changes when a file is replaced, or None if it does not exist."""
+    return (file.stat().st_ino, file.stat().st_mtime_ns) if file.exists() else None
+
+
+def number_of(cfg, model, batches, teacher, ckpt):
     """Return a number that is the same in all processes if their options, their data and their
-    checkpoints are. Paths may differ."""
-    paths = "out_dir", "data_dir", "config", "init_from", "teacher"
-    options = {name: value for name, value in asdict(run.cfg).items() if name not in paths}
-    decides = [options, asdict(run.model.cfg), run.batches.fingerprint, run.taught_by, run.step,
-               ckpt and fingerprint(ckpt)]
+    checkpoints are. Options that name places may differ."""
+    places = "out_dir", "data_dir", "dataset", "tokenizer", "config", "init_from", "teacher"
+    options = {name: value for name, value in asdict(cfg).items() if name not in places}
+    weights = ckpt and (ckpt["step"], fingerprint(ckpt))
+    decides = options, asdict(model.cfg), batches.fingerprint, teacher[1], weights
     return int(hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8], 16)
 
 
@@ -550,6 +563,7 @@ def claim_folder(run):
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     check_new(cfg)                              # because another run may have ended meanwhile
+    run.replaces = (cfg.overwrite and bool(checkpoints(folder))) or is_replacing(folder)
     for file in folder.glob("*.tmp"):
         if OURS.fullmatch(file.stem):           # a user's own files are not touched
             file.unlink()
@@ -693,14 +707,16 @@ def save_last(run):
 def keep(run):
     """Keep the run's last state as step_N.pt, too. The file system has the two as one file, if it
     can."""
-    if run.procs.master:
-        last, kept = run.folder / "ckpt.pt", run.folder / f"step_{run.step}.pt"
-        temporary = Path(f"{kept}.tmp")
-        try:
-            os.link(last, temporary)
-        except OSError:
-            shutil.copyfile(last, temporary)
-        os.replace(temporary, kept)
+    last, kept = run.folder / "ckpt.pt", run.folder / f"step_{run.step}.pt"
+    temporary = Path(f"{kept}.tmp")
+    with run.procs.together():
+        if run.procs.master:
+            try:
+                os.link(last, temporary)
+            except OSError:
+                shutil.copyfile(last, temporary)
+            os.replace(temporary, kept)
+            sync_folder(run.folder)
 
 
 def commit(run):
@@ -883,8 +899,8 @@ def print_help(argv):
     print(help_text(TrainConfig, __doc__))
     print("\n" + help_text(model_module(name).Config, f"options of model={name}:"))
     if Path(file["config"]).exists():
-        print(f"\nin the place of these defaults, {file.pop('config')} sets:\n")
-        print("\n".join(f"    {option}: {value}" for option, value in file.items()))
+        print(f"\nin the place of these defaults, {file['config']} has:\n")
+        print(read_text(file["config"], "config"))
 
 
 def finish(run, done):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from common.options import (UserError, first_line, known, lock, model_module, names, naming, note,
+from common.options import (UserError, first_line, known, model_module, names, naming, note,
                             open_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
@@ -170,9 +170,6 @@ def load_start(start):
         start.resume = "true" if own.exists() else "false"
     if start.resume == "true" or start.eval_only and not start.init_from:
         start.init_from = ""
-        if own.exists() and not start.eval_only and os.environ.get("RANK", "0") == "0":
-            lock(start.folder)
-            own = newest(start.folder)          # because another run may have ended meanwhile
         return load_checkpoint(own)
     return load_initial(start.init_from) if start.init_from else None
 

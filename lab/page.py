@@ -225,16 +225,18 @@ def main(argv):
     cfg = typed_config(PageConfig, options)
     for path in paths:
         name = Path(path).absolute().name       # also of the path "."
+        if name in runs:
+            raise UserError(f"two runs are named {name}: each needs a name of its own")
         model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
         # Beside other runs, a router's run has no exit=. Alone it gets exit=, which Engine refuses.
         skips = serve.adapter_of(model).routed and len(paths) > 1
         rule = () if skips else (cfg.exit, cfg.fill)
-        new = {name: PageEngine(model, tokenizer, cfg, *rule)}
-        if new[name].rule:          # the same weights show what exits change
-            new[f"{name}-without-exits"] = PageEngine(model, tokenizer, cfg)
-        for name in new.keys() & runs.keys():
-            raise UserError(f"two runs are named {name}: each needs a name of its own")
-        runs.update(new)
+        runs[name] = PageEngine(model, tokenizer, cfg, *rule)
+        twin = f"{name}-without-exits"
+        if runs[name].rule and twin in runs:
+            raise UserError(f"two runs are named {twin}: each needs a name of its own")
+        if runs[name].rule:         # the same weights show what exits change
+            runs[twin] = PageEngine(model, tokenizer, cfg)
     with naming(f"host={cfg.host} port={cfg.port}"):
         family, *_, (address, *_) = socket.getaddrinfo(cfg.host, cfg.port)[0]
         # uvicorn would end with a status of its own if it cannot have the address.

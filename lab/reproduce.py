@@ -228,9 +228,9 @@ def changed(run, made):
 
 
 def made_from(run):
-    """Return the fingerprints of the prepared text, of the model's files, and of the weights that
-    the run starts from. The text's is that of a checkpoint's "data", and None where no text is
-    prepared, as for a task."""
+    """Return the fingerprints of the prepared text, of the model's files, and of the last weights
+    of the runs that this one starts from. The text's is that of a checkpoint's "data", and None
+    where no text is prepared, as for a task."""
     values = {"model": "gpt", **file_options(run), **run.options}
     where = {"dataset", "tokenizer", "data_dir"} & values.keys()
     cfg = typed_config(TrainConfig, {name: values[name] for name in where})
@@ -280,10 +280,10 @@ def code_of(module):
 def missing(runs):
     """Return the runs without a result, and the runs that these start from if their last
     checkpoints are gone."""
-    wanted = set()
+    wanted, whole = set(), cache(finished)      # it takes a while to read a checkpoint
     for run in reversed(runs):      # a run starts from earlier ones
         if run in wanted or not run.result:
-            wanted |= {run, *(r for r in run.needs if not finished(r))}
+            wanted |= {run, *(r for r in run.needs if not whole(r))}
     return [run for run in runs if run in wanted]
 
 
@@ -312,7 +312,8 @@ def start(run):
     options, file = file_options(run), run.folder / "keys.json"
     was = read_json(file) if file.exists() else {}
     made = was.pop("made_from", {})
-    if was != options or changed(run, made):        # it begins again
+    unknown = run.needs and "start" not in made     # an older version began the run
+    if was != options or changed(run, made) or unknown:         # it begins again
         if run.folder.exists():
             if (run.folder / "ckpt.pt").exists():
                 note(f"{run.folder} begins again: its config file, text or model has changed, or "
@@ -338,12 +339,13 @@ def train_all(runs, jobs):
         told = "left out, because a run that it starts from has not ended well"
         if good:
             try:
-                status, told = start(run).wait(), f"FAILED, see {run.folder}.txt"
+                status = start(run).wait()
+                stopped = status == -signal.SIGTERM or status == 0 and not finished(run)
+                good = status == 0 and not stopped and record(run)
+                told = ("done" if good else "stopped; the same command goes on"
+                        if stopped or STOP.is_set() else f"FAILED, see {run.folder}.txt")
             except (OSError, UserError) as e:
-                status, told = 2, f"FAILED: {first_line(e)}"
-            stopped = status == -signal.SIGTERM or status == 0 and not finished(run)
-            good = status == 0 and not stopped and record(run)
-            told = "done" if good else "stopped; the same command goes on" if stopped else told
+                good, told = False, f"FAILED: {first_line(e)}"
         print(f"{run.experiment.name}: {run.label}, seed {run.seed}: {told}", flush=True)
         return good
     with ThreadPoolExecutor(jobs) as pool:
@@ -360,9 +362,10 @@ def train_all(runs, jobs):
 def finished(run):
     """Return whether a run's checkpoint is that of its last step. That of a run that a signal
     stopped is not."""
-    if not (run.folder / "ckpt.pt").exists():
+    try:
+        ckpt = load_checkpoint(run.folder / "ckpt.pt")
+    except (FileNotFoundError, UserError):      # a damaged one is not whole either
         return False
-    ckpt = load_checkpoint(run.folder / "ckpt.pt")
     return ckpt["step"] >= ckpt["config"]["max_steps"]
 
 
@@ -370,8 +373,10 @@ def record(run):
     """Evaluate a run that has been trained, and write its line of the results. Return False if an
     evaluation fails."""
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
-    made = read_json(run.folder / "keys.json")["made_from"]
-    made = {**made_from(run), **{name: value for name, value in made.items() if value}}
+    made = read_json(run.folder / "keys.json").get("made_from", {})
+    if "commit" not in made:                            # an older version began the run
+        made = {**made_by(THREADS), **made_from(run), **made}
+    made["text"] = made["text"] or made_from(run)["text"]       # train.py may have prepared it
     steps = [row for row in log if "lr" in row]         # the others are evaluations
     # A run of fewer steps than log_interval has no such line, so that the speed is the whole run's.
     speeds = [row["tokens_per_second"] for row in steps] or [log[-1]["tokens"] / log[-1]["seconds"]]
@@ -695,7 +700,7 @@ def show(experiment, runs):
 
 def forget(runs):
     """Drop the results of the runs whose text, model or start has changed, and of the runs that
-    start from these. `start` begins them again."""
+    start from these. `start` begins a run again if anything has changed since it began."""
     for run in runs:
         if changed(run, run.result or {}) or any(other.result is None for other in run.needs):
             run.result = None
@@ -742,6 +747,8 @@ def reproduce(plans, again=False):
         return failed + [command for e, runs in plans.items() for command in measure(e, runs)]
     finally:
         stop_all()
+        STARTED.clear()
+        STOP.clear()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def world(tmp_path_factory, data_dir):
     (root / "latin.txt").write_bytes(b"caf\xe9")
     for name in ("folder", "out/badstate", "out/pipe", "out/best", "out/started"):
         (root / name).mkdir()
-    (root / "out" / "started" / "log.jsonl").touch()
+    for name in ("started", "best"):
+        (root / "out" / name / "log.jsonl").touch()
     for text, tokenizer, name in (data_dir / "words.txt", "char", "othertokenizer"), (root / "ä.txt", "byte", ""):
         prepare.prepare(prepare.PrepareConfig(f"file:{text}", tokenizer, str(root / "data"), name=name))
     state = checkpoint.load_checkpoint(out / "r" / "ckpt.pt")
@@ -68,6 +69,7 @@ TRAIN = [
     (["run=best"], "best.pt is a checkpoint: init_from= takes its weights"),
     (["resume=auto", "run=best"], "best.pt is a checkpoint: init_from= takes its weights"),
     (["init_from=out/started"], "init_from=out/started: this run has no last checkpoint"),
+    (["init_from=out/best"], "this run has no last checkpoint, but init_from=out/best/best.pt may be given"),
     (["dataset="], "does not exist: make it with python prepare.py dataset= "),
     (["resume=true", "run=r", "n_embd=32"], "n_embd=32 does not fit the checkpoint, whose model has n_embd=16"),
     (["resume=true", "run=r", "optimizer=muon"], "another optimizer"),

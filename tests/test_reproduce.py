@@ -148,7 +148,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "python", lambda *command, **more: calls.append(command[-1]))
     monkeypatch.setattr(reproduce, "file_options", lambda run: config)
     monkeypatch.setattr(reproduce, "made_from", lambda run: made)
-    run, made = SimpleNamespace(folder=tmp_path / "r", name="r", start=None, arguments=[]), {"model": "a"}
+    run, made = SimpleNamespace(folder=tmp_path / "r", name="r", start=None, arguments=[], needs=[]), {"model": "a"}
     monkeypatch.setattr(reproduce, "made_by", lambda threads: {"commit": "b"})
     reproduce.start(run)
     for changed in config, made:
@@ -165,6 +165,9 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     reproduce.start(run)
     assert calls == ["resume=auto"] * 7 and (run.folder / "pending.pt").exists()
     assert json.loads((run.folder / "keys.json").read_text())["made_from"] == {"commit": "b", "model": 0.2}
+    run.needs = [run]                                   # an older version did not know what a run starts from
+    reproduce.start(run)
+    assert not (run.folder / "pending.pt").exists()
 
 
 def test_a_run_that_others_start_from_is_done_again_if_it_is_not_whole(monkeypatch):
@@ -302,6 +305,9 @@ def test_a_run_knows_the_weights_that_it_starts_from(monkeypatch):
     for weights, start, changed in (("x", ["x"], []), ("y", ["x"], ["run that they start from"]), ("y", None, []), (None, ["x"], [])):
         a.result = {"weights": weights}
         assert reproduce.changed(b, {"start": start}) == changed
+    a.result, b.result = {"weights": "y"}, {"start": ["x"]}
+    reproduce.forget([a, b])
+    assert a.result and b.result is None
     a.result, b.result = None, {"start": ["x"]}
     reproduce.forget([a, b])
     assert b.result is None

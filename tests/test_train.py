@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -402,7 +403,7 @@ def test_help(capsys):
     train.main(["help", "model=rt"])
     out = capsys.readouterr().out
     assert out.startswith("The trainer of every model") and "# which model_<name>.py" in out and "schedule: str" in out
-    assert "rt_tiny.yaml sets:" in out and "    tokenizer: bpe:2048" in out
+    assert "rt_tiny.yaml has:" in out and "\ntokenizer: bpe:2048\n" in out
 
 
 def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir, capsys):
@@ -728,15 +729,30 @@ def test_nobody_waits_for_the_sample(tmp_path, data_dir):
     assert two_ranks(tmp_path, data_dir, long_sample, meanwhile=second_has_ended)[0] == [0, 0]
 
 
-def other_rate():
+def other_option(name, value):
     def merged(given, load, merge=train.merge):
-        return merge({**given, "learning_rate": "0.5"}, load)
+        return merge({**given, name: value}, load)
     train.merge = merged
 
 
-def test_processes_with_other_options_are_refused(tmp_path, data_dir):
-    codes, told = two_ranks(tmp_path, data_dir, other_rate)
+@pytest.mark.parametrize("name, value", [("n_embd", "32"), pytest.param("learning_rate", "0.5", marks=pytest.mark.full)])
+def test_processes_with_other_options_are_refused(name, value, tmp_path, data_dir):
+    codes, told = two_ranks(tmp_path, data_dir, partial(other_option, name, value))
     assert codes == [2, 2] and all("the processes have different options, data or checkpoints" in text for text in told), told
+
+
+def test_a_terminal_without_columns_has_lines_in_place_of_a_bar(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(fileno=lambda: 2))
+    for columns in 0, 80:
+        monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((columns, 24)))
+        assert train.no_columns() == (columns == 0)
+
+
+def test_a_sample_that_cannot_be_made_ends_no_run(tmp_path, data_dir, monkeypatch, capsys):
+    run = runs.run("gpt", tmp_path, data_dir, "max_steps=1")
+    run.cfg.sample_tokens, run.cfg.sample_prompt = 5, ""
+    train.finish(run, done=True)
+    assert "note: no sample: the prompt is empty" in capsys.readouterr().out and (run.folder / "curves.png").exists()
 
 
 def test_every_process_stops_at_a_nan_in_one(tmp_path, data_dir):
