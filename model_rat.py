@@ -62,6 +62,8 @@ b_g, G = 2, and that head h reads group h % G. This file differs from their code
   faster.
 - norm_eps is 1e-5 here, and 1e-6 there.
 - Decoding works from the first token on. Theirs needs a full first chunk.
+- Left out are the paper's gates of low rank and its reversed design, with attention inside chunks
+  and recurrence across them. Both are worse in the paper.
 
 Letters beside those of model_gpt.py: n is the number of complete chunks, and W is H D (W_in and W_o
 are matrices). G counts the groups of q and k in rat layers, and the key/value heads in attention

@@ -67,6 +67,7 @@ This file differs from the paper and from that code as follows.
   because otherwise a conversion at full rank would not give the trained model back.
 - (3) The public code scales deltas by alpha / rank. Here deltas have no factor, because a factor
   would break (4).
+- Sharing is the paper's Cycle (k = l mod K) alone. Its Sequence is left out.
 - QK-norm. The paper's models have none. Here each use has weights of its own if rank > 0.
 - Positions are RoPE, as in the paper, or none. ALiBi and windows are left out, as the paper has
   neither.

@@ -69,6 +69,8 @@ This file differs from the paper and from its code (commit a21b42d) as follows.
 - Dropout. It acts on embeddings only.
 - Added are grouped heads (n_kv_head) and RoPE (pos=rope), which rotates q_i and both keys of
   position i by i, after the QK-norm.
+- Left out are LayerNorms, a QK-norm of each head, and blocks of positions that run at once and read
+  each other's temporary pairs (section 9 of the paper).
 
 Paper: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding" (2604.21215), of
 2026. The authors' code is github.com/geniucos/recurrent-transformer.
