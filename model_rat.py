@@ -67,8 +67,8 @@ b_g, G = 2, and that head h reads group h % G. This file differs from their code
 
 Letters beside those of model_gpt.py: n is the number of complete chunks, and W is H D (W_in and W_o
 are matrices). G counts the groups of q and k in rat layers, and the key/value heads in attention
-and swa layers. The letters a, g, y, z and u have other meanings in other files. What is a here is
-kernels.scan's g.
+and swa layers. The letters a, g, y, z and u have other meanings in other files. The a of this
+file is kernels.scan's g.
 """
 import math
 from dataclasses import dataclass

@@ -360,8 +360,8 @@ def train_all(runs, jobs):
 
 
 def finished(run):
-    """Return whether a run's checkpoint is that of its last step. That of a run that a signal
-    stopped is not."""
+    """Return whether a run has the checkpoint of its last step. A run that a signal stopped has an
+    earlier one."""
     try:
         ckpt = load_checkpoint(run.folder / "ckpt.pt")
     except (FileNotFoundError, UserError):      # a damaged one is not whole either
