@@ -110,8 +110,9 @@ def train(run):
             if run.log:
                 run.log.step(logged, write=run.step % cfg.log_interval == 0 or stopping)
             if cfg.keep_interval and run.step % cfg.keep_interval == 0:
-                # First the state becomes ckpt.pt, so that no step_N.pt is newer.
-                save_and_evaluate(run) if run.step % cfg.eval_interval == 0 else save_last(run)
+                if run.step % cfg.eval_interval == 0:
+                    save_and_evaluate(run)  # a state whose loss is not finite is not kept
+                save_last(run)              # so that no step_N.pt is newer than ckpt.pt
                 keep(run)
             if stopping:
                 save_last(run)

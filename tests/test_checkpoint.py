@@ -248,6 +248,8 @@ def test_a_run_that_dies_between_evaluations(dies, files, tmp_path, data_dir, mo
     assert [row["step"] for row in rows if "val_ce_estimate" in row] == [3, 6]
     assert [row["step"] for row in rows if "lr" in row] == [1, 2, 3, 4, 5, 6]
     assert checkpoint.load_checkpoint(folder / "step_4.pt")["step"] == 4
+    last = checkpoint.load_checkpoint(folder / "step_6.pt")
+    assert last["step"] == last["evaluated"] == 6       # a longer run that starts here has its evaluation
     (folder / "ckpt.pt").unlink()
     with pytest.raises(UserError, match="step_2.pt is a checkpoint: init_from= takes its weights"):
         runs.run(*keys)
