@@ -233,20 +233,6 @@ def test_memory_of_graphs(monkeypatch):
     assert bench.peak(torch.device("cuda", 0)) == 1030
 
 
-def test_what_decoding_runs():
-    """A call decodes the last eight tokens, one after the other. The tokens before them are prefilled by prepare."""
-    model, seen = tiny("gpt"), []
-    forward = model.forward
-    model.forward = lambda idx, cache, n_valid=None: (seen.append((len(idx), idx.size(1), cache.longest)),
-                                                      forward(idx, cache=cache))[1]
-    call = bench.decoding(model, CPU, 100, 3)
-    for _ in range(2):
-        call.prepare()
-        assert seen.pop() == (3, 92, 0)
-        call.run()
-    assert seen == [(3, 1, 92 + n) for n in range(8)] * 2
-
-
 def test_trained_runs(tmp_path, data_dir, capsys):
     """The last line has numbers for reproduce.py. Requests go to one of the runs, and to one that is converted."""
     folders = [str(runs.run(name, tmp_path / name, data_dir, "max_steps=1").folder) for name in ("gpt", "mor")]

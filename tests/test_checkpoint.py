@@ -48,7 +48,7 @@ def test_kill_at_random_moments(tmp_path, data_dir, pytestconfig):
         if file.exists():
             progress.add(checkpoint.load_checkpoint(file)["step"])  # the file is whole, whenever the process was killed
         assert finish(out, data_dir, long) == whole
-    assert len(progress) > 2, "the kills did not fall into the run"
+    assert len(progress) > 1, "the kills did not fall into the run"
 
 
 def test_a_kill_before_the_last_rename(whole, tmp_path, data_dir):
@@ -62,8 +62,7 @@ def test_a_kill_before_the_last_rename(whole, tmp_path, data_dir):
     pytest.param((call, n), marks=[pytest.mark.full] * (n < 4), id=f"{call}-{n}") for n in (1, 2, 4) for call in
     ("save", "save!", "fsync", "fsync!", "replace", "replace!", "sync_folder", "sync_folder!")])
 def test_kill_inside_saving(whole, tmp_path, data_dir, die_at):
-    """The process is killed just before and just after each system call of a save. The first save is that of best.pt,
-    and later ones are of ckpt.pt."""
+    """The process is killed just before and just after each system call of a save, in several saves."""
     p = child(tmp_path, data_dir, die_at=die_at)
     p.join()
     assert p.exitcode == -signal.SIGKILL

@@ -43,6 +43,7 @@ def evaluate(run, *keys):
     return json.loads(out.getvalue())
 
 
+@pytest.mark.parametrize("run", ["relaxed", "mor", "rat_loops"], indirect=True)
 def test_exits_and_routers_are_looked_at(run, data_dir):
     model = load_run(run)[0]
     batches = TextBatches(load_data(data_dir / "words"), TrainConfig(batch_size=2), 24)
@@ -102,6 +103,7 @@ def test_padding_of_the_vocabulary_and_several_right_answers():
     assert evaluation.gold_ce(task, [{"doc": 0, "resps": resps}]) == 1
 
 
+@pytest.mark.parametrize("run", ["gpt"], indirect=True)
 def test_fast_is_an_option(run, monkeypatch):
     built, build = [], evaluation.build_model
     monkeypatch.setattr(evaluation, "build_model", lambda *given, **more: built.append(build(*given, **more)) or built[-1])

@@ -228,13 +228,23 @@ def test_bad_requests_are_told(url):
     assert httpx.head(f"{url}/v1/models").status_code == 405
 
 
-@pytest.mark.parametrize("host", ["LOCALHOST", "0:0:0:0:0:0:0:1", "127.1", "0.0.0.0", "::"])
+def has_ipv6():
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+
+
+@pytest.mark.parametrize("host", ["LOCALHOST", pytest.param("0:0:0:0:0:0:0:1", marks=needs_ipv6), "127.1", "0.0.0.0",
+                                  pytest.param("::", marks=needs_ipv6)])
 def test_a_loopback_address_is_guarded(host, folders, url, monkeypatch):
     """The server's own name is not foreign, because clients send it in their headers."""
     local, served = host not in ("0.0.0.0", "::"), []
     monkeypatch.setattr(page, "runs", {})
     monkeypatch.setattr(uvicorn.Server, "run", lambda self: served.append(self.config.app))
-    page.main([str(folders / "mor"), f"host={host}", "device=cpu"])
+    page.main([str(folders / "mor"), f"host={host}", "port=0", "device=cpu"])
     assert served == [page.guarded if local else page.app]
     name = f"[{host}]:80" if ":" in host else host
     answer = httpx.get(f"{url}/v1/models", headers={"Host": name, "Origin": f"http://{name}"})
@@ -290,6 +300,7 @@ def test_a_failure_is_told_and_does_no_harm(url, client, monkeypatch):
     assert complete(client, "ab", max_tokens=3)
 
 
+@needs_ipv6
 def test_a_stream_that_is_cut_is_an_error(folders):
     """SIGTERM cuts the stream. The server has the name of the folder that it started in, and an IPv6 address."""
     slow = ("import time, lab.page as page; step = page.PageEngine.step\n"
@@ -305,7 +316,7 @@ def test_a_stream_that_is_cut_is_an_error(folders):
         assert json.loads(next(lines).removeprefix("data: "))["model"] == "mor"
         server.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
-            assert "data: [DONE]" not in list(lines)
+            list(lines)
     assert server.wait(20) == -signal.SIGTERM
 
 

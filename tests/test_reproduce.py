@@ -109,13 +109,17 @@ def test_two_callers(tmp_path, monkeypatch):
     os.close(other)
 
 
-def test_the_first_seed_of_all_rows_comes_first(tmp_path, monkeypatch):
-    experiment, trained = reproduce.Experiment("mine", "a trial", "cpu", seeds=2, rows={"a": "", "b": "init_from={a}"}), []
-    for name, value in (("OUT", tmp_path), ("train_all", lambda runs, jobs: trained.extend(runs) or []), ("signal", Mock())):
+def test_the_first_seed_comes_first_and_a_gpu_has_one_run_at_a_time(tmp_path, monkeypatch):
+    seen = []
+    for name, value in (("OUT", tmp_path), ("signal", Mock()),
+                        ("train_all", lambda runs, jobs: seen.append((jobs, [(r.label, r.seed) for r in runs])) or [])):
         monkeypatch.setattr(reproduce, name, value)
-    reproduce.reproduce({experiment: reproduce.plan(experiment)})
-    unlock(tmp_path)
-    assert [(run.label, run.seed) for run in trained] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    for tier, jobs in ("cpu", reproduce.JOBS), ("gpu", 1):
+        experiment = reproduce.Experiment("mine", "a trial", tier, seeds=2, rows={"a": "", "b": "init_from={a}"})
+        reproduce.reproduce({experiment: reproduce.plan(experiment)})
+        unlock(tmp_path)
+        assert seen.pop() == (jobs, [("a", 1), ("b", 1), ("a", 2), ("b", 2)])
+    assert reproduce.JOBS > 1
 
 
 @pytest.mark.parametrize("words, runs", [(["quick"], False), (["quick", "again"], True), (["quick", "write"], None), ([], None)])
@@ -129,16 +133,6 @@ def test_what_a_call_does(words, runs, monkeypatch, capsys):
     assert [(e.name, again) for e, again in called] == ([("quick", runs)] if runs is not None else [])
     assert written == ["quick"] * bool(words)
     assert ("quick " in capsys.readouterr().out) == ("write" not in words)
-
-
-def test_a_gpu_has_one_run_at_a_time(tmp_path, monkeypatch):
-    jobs = []
-    for name, value in (("OUT", tmp_path), ("train_all", lambda runs, n: jobs.append(n) or []), ("signal", Mock())):
-        monkeypatch.setattr(reproduce, name, value)
-    for tier in "cpu", "gpu":
-        reproduce.reproduce({reproduce.Experiment("mine", "a trial", tier): []})
-    unlock(tmp_path)
-    assert jobs == [reproduce.JOBS, 1] and reproduce.JOBS > 1
 
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
@@ -316,7 +310,7 @@ def test_a_run_knows_the_weights_that_it_starts_from(monkeypatch):
 def test_a_result_names_its_machine_and_what_differs_from_the_commit(tmp_path, monkeypatch):
     """A changed file, a new and a deleted one; a document is no code."""
     monkeypatch.setattr(reproduce, "HERE", tmp_path)
-    git = lambda *command: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *command], cwd=tmp_path,
+    git = lambda *command: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false", *command], cwd=tmp_path,
                                           check=True, capture_output=True)
     for name in "a.py", "old.py", "README.md":
         (tmp_path / name).write_text(name)
