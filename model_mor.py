@@ -53,8 +53,9 @@ A loss keeps the depths in balance, where f_i is the fraction of tokens with dep
 If balance=loss_free, a bias b does this instead: i = argmax(p + b), and each step of training moves
 b_i by balance_rate, down where f_i > 1 / R and up where f_i < 1 / R.
 
-With either router, a z-loss may be added, which is z_loss mean(logsumexp(scores)^2). In expert
-choice it is summed over r.
+With either router a z-loss may be added, which is summed over r in expert choice:
+
+    z_loss mean(logsumexp(scores)^2)
 
 Keys and values (Section 2.2.2). If kv=recursion, a token attends to the tokens that take the same
 recursion. If kv=share, a token attends to all tokens, by their keys and values in F_1. In both

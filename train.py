@@ -279,7 +279,7 @@ def setup(argv):
     written."""
     given, read = split_args(argv)[1], []
 
-    def load(start):
+    def load(start):    # Another job may save between this and the lock below.
         read.append(stamp(newest(start.folder)))
         return load_start(start)
     cfg, model_fields, ckpt = merge(given, load)
@@ -855,6 +855,7 @@ class Log:
 
 
 def no_columns():
+    """Return whether stderr is a terminal without columns, as some containers have it."""
     with contextlib.suppress(OSError, ValueError):
         return os.get_terminal_size(sys.stderr.fileno()).columns == 0
     return False

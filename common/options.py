@@ -591,7 +591,7 @@ def merge(given, load):
         ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
         file = config_file({"model": ckpt["model"], **given})
         saved = {"model": ckpt["model"], **ckpt["model_config"]}
-        if "converts" not in ckpt:              # a field that is newer than the checkpoint
+        if "converts" not in ckpt:      # A field that is newer than the checkpoint has its default.
             config = model_module(ckpt["model"]).Config
             saved |= asdict(typed_config(config, ckpt["model_config"]))
         left = {"fast"} | not_in_weights(ckpt) & named.keys()

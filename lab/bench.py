@@ -230,16 +230,15 @@ class Counting(TorchDispatchMode):
         self.launches = self.nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__
+        name, out = func.__name__, func(*args, **(kwargs or {}))
         if not (func.is_view or self.NO_KERNEL.search(name)):
             self.launches += 1
             read = args[func._schema.is_mutable:]   # an in-place operator writes the first
             read = [x for x in tree_leaves(read) if isinstance(x, torch.Tensor)
                     and x.untyped_storage().data_ptr() in self.memory]
-            if name.startswith("index_select") and read:
-                read = [func(*args)]
+            read = [out] if name.startswith("index_select") and read else read
             self.nbytes += sum(x.nbytes for x in read) * (not name.startswith("embedding"))
-        return func(*args, **(kwargs or {}))
+        return out
 
 
 def counted(call, tensors=()):

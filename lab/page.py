@@ -61,7 +61,8 @@ class PageEngine(serve.Engine):
         choices = [slot.request for slot in self.busy()] + list(self.waiting)
         gone = {client: await client.is_disconnected() for client in {c.id for c in choices}}
         for choice in choices:
-            choice.reason = choice.reason or ("cancelled" if gone[choice.id] else None)
+            if gone[choice.id]:
+                choice.reason = choice.reason or "cancelled"
         for slot in self.busy():
             slot.request = None if slot.request.reason else slot.request
         self.waiting = deque(choice for choice in self.waiting if not choice.reason)

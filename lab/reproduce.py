@@ -290,7 +290,7 @@ def missing(runs):
 # ---- runs ----
 
 def python(*command, stdout, stderr=subprocess.STDOUT, **environment):
-    """Start one of our programs, and return its process. It ends with this call of ours."""
+    """Start one of our programs, and return its process, which stop_all can end."""
     process = subprocess.Popen([sys.executable, *command], text=True, cwd=HERE, stdout=stdout,
                                stderr=stderr, env={**os.environ, **environment})
     STARTED.append(process)

@@ -16,7 +16,7 @@ import sample
 import serve
 import train
 from common.options import TrainConfig, merge
-from conftest import ROOT, python, snapshot
+from conftest import ROOT, TORCHRUN, python, snapshot
 
 # the text files of the world, by name
 FILES = {"broken.yaml": "a: [1, 2", "resume.yaml": "resume: true", "number.yaml": "model: 5", "true.yaml": "seed: true",
@@ -246,6 +246,22 @@ def test_an_error_of_all_processes_is_told_once(capfd, monkeypatch):
         with pytest.raises(SystemExit):
             options.run_cli(main)
         assert capfd.readouterr().err == told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", ["0 1", "1"])
+def test_torchrun_tells_an_error_once(ranks, tmp_path):
+    """Of all processes or of one, whichever has it; they have not met yet."""
+    (tmp_path / "program.py").write_text(f"""import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from {options.__name__} import UserError, run_cli
+def main(argv):
+    if os.environ["RANK"] in argv:
+        raise UserError("unknown option")
+run_cli(main)
+""")
+    p = python(*TORCHRUN, tmp_path / "program.py", *ranks.split())
+    assert p.returncode and p.stderr.count("error: unknown option") == 1, p.stderr
 
 
 def test_a_compiler_that_is_missing(world, capfd, monkeypatch):
