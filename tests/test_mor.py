@@ -11,7 +11,6 @@ import model_gpt
 import model_mor
 from conftest import relative, tiny
 from test_models import rms, tokens
-from test_relaxed import ByHand
 
 
 def mor(**sizes):
@@ -20,50 +19,64 @@ def mor(**sizes):
     return tiny("mor", **{"n_layer": 5 if sizes.get("share", "middle").startswith("middle") else 6, **sizes})
 
 
-class Routed(ByHand):
-    """Computes the equations of one sequence once more. States x (n, C) are those of the tokens at positions at (n,),
-    in order. Other tokens do not exist. If top_k is true, expert choice takes the best k tokens, as in training."""
+class Chosen(model_gpt.Context):
+    """The context of tokens at positions at (n,), which attend to each other, or to all tokens by their kept keys and
+    values."""
+
+    def __init__(self, cfg, x, at, kept=None):
+        super().__init__(cfg, x, at[None], torch.arange(kept[0].size(2)) if kept else at, causal=False)
+        self.kept = kept
+
+    def extend(self, layer, k, v):
+        self.kept = self.kept or (k, v)
+        return self.kept
+
+
+class Routed:
+    """Computes the equations of one sequence once more, with the model's own blocks and routers. States x (n, C) are
+    those of the tokens at positions at (n,), in order. Other tokens do not exist. If top_k is true, expert choice takes
+    the best k tokens, as in training."""
 
     def __init__(self, model, top_k=False):
-        super().__init__(model)
-        self.top_k, self.bias = top_k, getattr(model, "balance_bias", None)
+        self.model, self.cfg, self.top_k, self.edge = model, model.cfg, top_k, len(model.first)
+        self.K = (self.cfg.n_layer - 2 * self.edge) // self.cfg.n_loop
         self.loops = not model.training and self.cfg.exit_loop or self.cfg.n_loop
         self.log, self.first = {name: [] for name in ("bce", "z", "p", "active", "right")}, []
+
+    def block(self, layer):
+        """Return the block that stands for unrolled layer `layer`, which counts from 0, by Table 5."""
+        if self.edge and layer in (0, self.cfg.n_layer - 1):
+            return (self.model.last if layer else self.model.first)[0]
+        at, sequence = layer - self.edge, self.cfg.share.endswith("sequence")
+        return self.model.blocks[at // self.cfg.n_loop if sequence else at % self.K]
 
     def layers(self, x, which, at, r=0):
         """Return x after the unrolled layers `which`, those of recursion r. self.first gets the keys and values of all
         tokens in each layer of recursion 1."""
         for i, layer in enumerate(which if len(at) else ()):
-            kv, seen = self.keys_values(x, layer, at), at
-            if r == 1:
-                self.first.append(kv)
-            elif r > 1 and self.cfg.kv != "recursion":
-                kv, seen = self.first[i], None
-            x = self.layer(x, layer, at, *kv, seen)
+            kept = self.first[i] if r > 1 and self.cfg.kv != "recursion" else None
+            context = Chosen(self.cfg, x, at, kept)
+            x = self.block(layer)(x[None], layer, context)[0]
+            self.first += [context.kept] * (r == 1)
         return x
 
     def recursion(self, x, r, at):
         """Return F_r of x, where r counts from 1."""
         return self.layers(x, range(self.edge + (r - 1) * self.K, self.edge + r * self.K), at, r)
 
-    def scores(self, h, name):
-        if self.cfg.router_arch == "linear":
-            return h @ self.w[f"{name}.layers.weight"].T
-        return F.gelu(h @ self.w[f"{name}.layers.0.weight"].T) @ self.w[f"{name}.layers.2.weight"].T
-
     def forward(self, idx):
         """Return the logits (T, V) of the sequence idx (T,). self.log then has what the router did."""
         at = torch.arange(len(idx))
-        x = self.layers(self.w["wte.weight"][idx], [0] * self.edge, at)
+        x = self.layers(self.model.wte(idx), [0] * self.edge, at)
         x = {"expert": self.expert, "token": self.by_token, "none": self.all_take_all}[self.cfg.router](x, at)
-        return self.logits(self.layers(x, [self.cfg.n_layer - 1] * self.edge, at))
+        return self.model.head(self.model.norm(self.layers(x, [self.cfg.n_layer - 1] * self.edge, at)))
 
     def expert(self, x, active):
         cfg, T, R, log = self.cfg, len(x), self.cfg.n_loop, self.log
         for r in range(1, self.loops + 1):
-            s = by = self.scores(x[active], f"routers.{r - 1}")[:, 0]
+            s = by = self.model.routers[r - 1](x[active])[:, 0]
             if cfg.causal == "aux_router":
-                by = self.scores(x[active].detach(), f"aux_routers.{r - 1}")[:, 0]
+                by = self.model.aux_routers[r - 1](x[active].detach())[:, 0]
             taken = by >= 0 if r > 1 else torch.ones_like(by, dtype=torch.bool)
             if self.top_k:
                 taken = torch.zeros_like(taken).scatter(0, s.argsort()[-max(1, T * (R - r + 1) // R):], True)
@@ -77,9 +90,9 @@ class Routed(ByHand):
 
     def by_token(self, h, at):
         cfg, R = self.cfg, self.cfg.n_loop
-        scores = self.scores(h, "router")
+        scores = self.model.router(h)
         p = scores.softmax(1) if cfg.router_func == "softmax" else cfg.alpha * scores.sigmoid()
-        depth, x = ((p + self.bias).argmax(1) + 1).clamp(max=self.loops), h
+        depth, x = ((p + self.model.balance_bias).argmax(1) + 1).clamp(max=self.loops), h
         for r in range(1, R + 1):
             active = at[depth >= r]
             x = x.index_copy(0, active, self.recursion(x[active], r, active))

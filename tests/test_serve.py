@@ -20,7 +20,6 @@ import runs
 import serve
 import train
 from conftest import move, relative
-from test_relaxed import ByHand
 
 BATCHINGS = ("sequence", "depth")
 RULE, TRAINED = "confidence:0.09", "confidence:0.06"    # some tokens take all loops: looping()'s; the trained model's
@@ -69,16 +68,17 @@ def one(model, prompt, n, exit="", fill="exact", eot=None, vocab=None):
     """Return (tokens, exits, logits). There is no cache, and the loops run over the whole text for each token. A
     prefill takes all loops. If fill=propagate, a token that left keeps the state that it left with, and deeper keys and
     values are projected from it."""
-    hand, cfg, text, exits, rows = ByHand(model), model.cfg, list(prompt), [], []
+    cfg, text, exits, rows = model.cfg, list(prompt), [], []
     rule = serve.exit_rule(exit, model.loops_to_run) or (lambda loop, p: False)
     loops = [cfg.n_loop] * len(prompt)      # each token goes through so many
     while True:
-        h, at = hand.w["wte.weight"][text], torch.arange(len(text))
+        h = model.wte(torch.tensor([text]))
+        context = model_gpt.Context(cfg, h)
         for layer in range(cfg.n_layer):
-            loop, inside = divmod(layer + 1, hand.K)
-            on = torch.tensor(loops)[:, None] > layer // hand.K
-            h = torch.where(on, hand.layer(h, layer, at, *hand.keys_values(h, layer, at)), h)
-            logits = hand.logits(h[-1])[:vocab]
+            loop, inside = divmod(layer + 1, cfg.n_stored)
+            on = torch.tensor(loops)[:, None] > layer // cfg.n_stored
+            h = torch.where(on, model.blocks[layer % cfg.n_stored](h, layer, context), h)
+            logits = model.head(model.norm(h))[0, -1, :vocab]
             if not inside and (loop == model.loops_to_run or exits and rule(loop, float(logits.softmax(-1).max()))):
                 break
         rows.append(logits)
