@@ -9,10 +9,10 @@ from torch import nn
 
 import runs
 import train
-from common import checkpoint
-from conftest import MODELS, ROOT, python
+from common import checkpoint, optim
+from conftest import MODELS, ROOT, python, tiny
 from model_gpt import RMSNorm
-from test_optim import plain_muon
+from lab.bench import Counting
 
 models = pytest.mark.parametrize("name", MODELS)
 
@@ -36,12 +36,27 @@ def rate(step):
     return 0.1 + 0.9 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_ten_steps_are_those_of_a_plain_loop(optimizer, tmp_path, data_dir):
-    """gpt in float64 trains as the loop below, by AdamW and by Muon. There are two micro-batches, the schedule,
-    clipping, and a decay of matrices and not of vectors."""
+@torch.no_grad()
+def plain_muon(p, momentum, lr, decay, mu=0.95):
+    """Make a step of one matrix as Jordan et al. write it. But the momentum is a mean, and the decay is AdamW's."""
+    momentum.mul_(mu).add_(p.grad, alpha=1 - mu)
+    x = (1 - mu) * p.grad + mu * momentum
+    x = x.T if p.size(0) > p.size(1) else x
+    x = x / x.norm()
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    x = x.T if p.size(0) > p.size(1) else x
+    p.mul_(1 - lr * decay).sub_(lr * math.sqrt(max(1, p.size(0) / p.size(1))) * x)
+
+
+@pytest.mark.parametrize("optimizer, stack", [("adamw", optim.STACK), ("muon", optim.STACK), ("muon", 600)])
+def test_ten_steps_are_those_of_a_plain_loop(optimizer, stack, tmp_path, data_dir, monkeypatch):
+    """gpt in float64 trains as the loop below, by AdamW and by Muon, whose stacks have all matrices of a shape or two
+    of 16 x 16. There are two micro-batches, the schedule, clipping, and a decay of matrices and not of vectors."""
+    monkeypatch.setattr(optim, "STACK", stack)
     run = setup("gpt", tmp_path, data_dir, f"max_steps={STEPS}", "gradient_accumulation_steps=2", f"warmup_steps={WARMUP}",
-                "lr_schedule=cosine", "min_lr_frac=0.1", f"optimizer={optimizer}", f"learning_rate={PEAK}",
+                "n_kv_head=1", "lr_schedule=cosine", "min_lr_frac=0.1", f"optimizer={optimizer}", f"learning_rate={PEAK}",
                 f"muon_learning_rate={MUON}", f"weight_decay={DECAY}", "beta1=0.8", "beta2=0.93", f"grad_clip={CLIP}")
     run.model.double()
     model = copy.deepcopy(run.model)
@@ -65,6 +80,17 @@ def test_ten_steps_are_those_of_a_plain_loop(optimizer, tmp_path, data_dir):
     assert 0 < clipped, "no gradient was clipped: the test shows less than it says"
     for (name, ours), theirs in zip(run.model.named_parameters(), model.parameters()):
         assert (ours - theirs).abs().max() < 1e-10, name
+
+
+def test_a_step_of_56_matrices_is_few_launches():
+    """The launches are those of two shapes. torch.optim.Muon has 23 a matrix, 1,288 here."""
+    model, x = tiny("gpt", n_layer=8), torch.arange(32).view(2, 16)
+    muon = optim.Muon([p for p in model.blocks.parameters() if p.dim() == 2])
+    model(x, x)[1].backward()
+    muon.step()                 # this step makes the momenta
+    with Counting() as counted:
+        muon.step()
+    assert counted.launches <= 60
 
 
 @models
