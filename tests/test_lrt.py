@@ -135,21 +135,6 @@ def test_each_path_is_its_equations(kind, way, fast, monkeypatch):
         assert not [name for name, p in model.named_parameters() if p.grad is None]
 
 
-def test_initial_weights():
-    """As in nanochat, projections into the residual stream are 0. So are those of gates, so that gates are 1."""
-    torch.manual_seed(0)
-    model = model_lrt.Model(model_lrt.Config(n_layer=2, n_embd=256, n_head=4))
-    stds = dict(wte=1, head=0.001, wo=0, w_down=0, w_gate=0, w_value=0)
-    for name, p in model.named_parameters():
-        std = stds.get(name.split(".")[-2] if p.dim() == 2 else name)
-        if p.dim() == 1:
-            assert (p == (1 if name == "alpha" else 0.1)).all(), name
-        elif std is None:       # uniform, with std 1 / sqrt(256)
-            assert abs(p.std() * 16 - 1) < 0.02 and 0.99 < p.abs().max() / math.sqrt(3 / 256) <= 1, name
-        else:
-            assert abs(p.std() - std) <= 0.02 * std, name
-
-
 def test_windows_source_and_path():
     """The pattern is SSSL. S is half of the context and the query itself, and the last layer sees all. The source is at
     0.6 of the depth. Approximations of a chain that is not there are refused, and are not the default."""
