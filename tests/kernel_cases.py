@@ -2,11 +2,11 @@
 import math
 import os
 import random
-import weakref
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kernels
 
@@ -51,33 +51,18 @@ def few(cases, n):
     return [*cases[:n], *(pytest.param(case, marks=marks) for case in cases[n:])]
 
 
-class Memory(TorchDispatchMode):
-    """Counts the bytes of all tensors alive that were made under it, now and at their peak, and those of the largest
-    tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = self.largest = 0
-        self.known = set()
+class Largest(TorchDispatchMode):
+    """Counts the bytes of the largest tensor that is made under it."""
+    nbytes = 0
 
     def __torch_dispatch__(self, op, types, arguments=(), options=None):
         if op.namespace == "nanorecur":     # a mode is blind in an operator, so take its body
             with self:
                 return getattr(kernels, op.overloadpacket.__name__)(*arguments)
         out = op(*arguments, **(options or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.known:
-                storage = x.untyped_storage()
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.largest = max(self.largest, storage.nbytes())
-                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.nbytes = max(self.nbytes, *sizes, 0)
         return out
-
-    def freed(self, key, size):
-        self.known.discard(key)
-        self.now -= size
 
 
 def outputs_and_gradients(function, tensors, arguments, incoming):
@@ -202,4 +187,3 @@ def compare_scan(function, T, C, chunk, start, tolerance, dtype=torch.float64, d
     tensors = [normal(2, T, C).sigmoid(), normal(2, T, C)] + [normal(2, C)] * start
     run, loop = (lambda g, x, *h0, f=f: f(g, x, chunk, *h0) for f in (function, kernels.scan_naive))
     compare(run, loop, tensors, (), [normal(2, T, C)], tolerance, "h dg dx dh0" if start else "h dg dx")
-
