@@ -132,6 +132,11 @@ def test_scan_is_the_loop(case, device, dtype, tolerance):
     compare_scan(kernels.scan, *case, tolerance, dtype, device)
 
 
+def test_a_long_scan_in_float32():
+    """The product of its gates is 0 in float32. A path that divided by it would overflow."""
+    compare_scan(kernels.scan, 300, 16, 300, True, 1e-5, torch.float32)
+
+
 @where(PRECISION[1])
 def test_states_are_float32(device, dtype, tolerance):
     """The state goes 300 steps of a 256th of the way to 1. A state in bfloat16 would stop short."""
