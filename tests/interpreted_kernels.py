@@ -9,11 +9,7 @@ import math
 import pytest
 import torch
 
-import triton
-from triton import language as tl
-
 import kernels
-import kernels_triton
 from kernel_cases import (ATTENDS, INTERPRETED, SCANS, SPLITS, assert_close, attend_case, compare_attend, compare_own,
                           compare_scan, few, outputs_and_gradients)
 from test_kernels import (test_any_strides, test_attend_is_the_definition, test_one_query_in_splits,
@@ -51,19 +47,3 @@ def test_fully_masked_tiles_are_not_loaded(kind):
     q, do = (x.index_fill(2, torch.arange(192, 300), math.nan) for x in (q, do))
     found = outputs_and_gradients(kernels.attend_by_position, (q, k, v), mask, (do, dlse))
     assert_close(*[[x[:, :, :64] for x in xs[3:]] for xs in (found, whole)], 1e-6, "dk dv")
-
-
-def test_the_example_of_tiles():
-    """The example is that of kernels_triton's docstring: tiles of 4, window 10, queries 8 to 11. All tiles need the
-    mask when there is ALiBi."""
-    @triton.jit
-    def kernel(pos, found, biased):
-        first, full, rest, last = kernels_triton.visible_tiles(pos, pos, 8, 16, 16, 10, biased, 4, 4)
-        tl.store(found, first)
-        tl.store(found + 1, full)
-        tl.store(found + 2, rest)
-        tl.store(found + 3, last)
-    at, found = torch.arange(16, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
-    for biased, expected in ((0, [0, 1, 2, 3]), (1, [0, 1, 1, 3])):
-        kernel[(1,)](at, found, biased)
-        assert found.tolist() == expected

@@ -31,15 +31,6 @@ def test_attend_written_out(number, monkeypatch):
         assert all(x.abs().max() > 0 for x in found[2:])
 
 
-@where(PRECISION[1])
-@pytest.mark.parametrize("case", [(1200, 700, "per row", 300, False, (2, 1, 1), 80),
-                                  *(pytest.param(case, marks=pytest.mark.gpu) for case in (
-                                      (1100, 1100, "plain", None, False, (1, 1, 1), 128),
-                                      (150, 2000, "shared", 1000, True, (1, 2, 1), 256)))])
-def test_attend_at_length(case, device, dtype, tolerance):
-    compare_attend(kernels.attend_by_position, *attend_case(0, *case, dtype, device), tolerance)
-
-
 @where(*PRECISION)
 @pytest.mark.parametrize("number", few(range(2, len(ATTENDS)), 6))
 def test_own_pairs_are_one_more_key(number, device, dtype, tolerance):
@@ -86,44 +77,11 @@ def test_naive_gradients(kind, window, heads):
     assert torch.autograd.gradcheck(function, [x.requires_grad_() for x in tensors])
 
 
-def test_two_halves_are_the_whole():
-    """Attention over two halves of the keys merges into attention over all, and the gradients of the halves add up."""
-    (q, k, v), mask, (do, _) = attend_case(0, 20, 30, "shared", None, True, (2, 4, 2), 8)
-    q_pos, k_pos, slopes, _ = exactly(mask)
-    out, lse = kernels.attend_by_position(q, k, v, q_pos, k_pos, slopes)
-    halves = [(k[:, :, at], v[:, :, at], k_pos[at]) for at in (slice(13), slice(13, None))]
-    one, other = (kernels.attend_by_position(q, k_i, v_i, q_pos, pos_i, slopes) for k_i, v_i, pos_i in halves)
-    assert_close(kernels.merge(*one, *other), (out, lse), 1e-10, "out lse")
-    dq, dk, dv = zip(*(kernels.attend_by_position_backward(q, k_i, v_i, out, lse, do, q_pos, pos_i, slopes)
-                       for k_i, v_i, pos_i in halves))
-    mask = q_pos.expand(2, -1), k_pos.expand(2, -1), slopes, math.inf
-    exact = kernels.attend_backward_naive(q, k, v, out, lse, do, torch.zeros_like(lse), *mask)
-    assert_close((sum(dq), torch.cat(dk, 2), torch.cat(dv, 2)), exact, 1e-10, "dq dk dv")
-
-
 def test_merge_is_its_equations():
     sides = torch.randn(2, 2, 3, 5, 4, dtype=torch.float64)
     tensors = [y for x in sides for y in (x[..., 1:], 9 * x[..., 0])]
     compare(kernels.merge, kernels.merge_naive, tensors, (), (sides[0, ..., 1:], sides[1, ..., 0]), 1e-10,
             "out lse dout_a dlse_a dout_b dlse_b")
-
-
-def test_merge_of_empty_sides():
-    """a is empty, then b is, then both are. An empty side changes nothing and gets no gradient. A gradient that comes
-    in through an lse of -inf is ignored."""
-    (a, b), inf = torch.randn(2, 1, 1, 3, 8), math.inf
-    a[..., [0, 2], :] = b[..., [1, 2], :] = 0
-    lse_a, lse_b = torch.tensor([[-inf, 0.3, -inf], [0.7, -inf, -inf]])[:, None, None]
-    sides = [x.requires_grad_() for x in (a, lse_a, b, lse_b)]
-    out, lse = kernels.merge(*sides)
-    assert torch.equal(out[0, 0], torch.stack([b[0, 0, 0], a[0, 0, 1], torch.zeros(8)]))
-    assert torch.equal(lse, torch.maximum(lse_a, lse_b))
-    incoming = torch.ones_like(out), torch.tensor([[[1, 1, math.nan]]])
-    grads = torch.autograd.grad((out, lse), sides, incoming)
-    d_a, d_lse_a, d_b, d_lse_b = (x.view(3, -1)[:, 0] for x in grads)
-    assert d_a[:2].tolist() == d_lse_a[:2].tolist() == [0, 1]
-    assert d_b[:2].tolist() == d_lse_b[:2].tolist() == [1, 0]
-    assert d_lse_a[2] == d_lse_b[2] == 0
 
 
 @where(*PRECISION)
