@@ -104,15 +104,6 @@ def test_what_a_gpu_needs_in_decoding(kind, monkeypatch):
     assert_cache_is_forward(model, [37, 9, 4], [3, 1, 1, 7, 8, 1, 16], 1e-10)
 
 
-def test_the_picture_of_a_rows_slots(monkeypatch):
-    """Tokens that come one by one go to the slots that Cache draws, in a rat layer and in a window."""
-    model, slots = rat(swa=6), []
-    cache = model.init_cache(1, 12)
-    monkeypatch.setattr(cache, "fill", lambda layer, k, v, at, padding: slots.append(at.item()))
-    [model(token, cache=cache) for token in tokens(1, 10).split(1, 1)]
-    assert slots == [slot for t in range(10) for slot in (t // 4, t % 6)] and cache.n_slots["rat"] == 3
-
-
 def test_states_are_float32_under_bfloat16(monkeypatch):
     """This holds in a bfloat16 model and under autocast."""
     dtypes, scan, read = [], kernels.scan, model_rat.read_states
