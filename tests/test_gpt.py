@@ -64,7 +64,6 @@ YARN = {"rope_type": "yarn", "rope_theta": 1234.0, "factor": 4.0}
 # A variation is (what transformers saves, how config.json is changed, how the weights are changed or which file is cut
 # off, the reason if we refuse).
 VARIATIONS = {
-    "as saved": ({}, {}, None, None),
     "float16": ({}, dict(dtype="float16"), cast(torch.float16), None),
     "tied, in shards": (dict(num_key_value_heads=6, shard="40KB", **TIED), {}, None, None),
     "before 2025": ({}, dict(rope_parameters=None, rope_theta=1234.0, rope_scaling=None, head_dim=None), None, None),
@@ -74,16 +73,10 @@ VARIATIONS = {
     "not tied, no head": ({}, {}, lambda w: w.pop(HEAD), "lm_head.weight is missing"),
     "not finite": ({}, {}, lambda w: w[HEAD].fill_(math.nan), "finite"),
     "mistral's window": (dict(kind="Mistral", sliding_window=7), {}, None, None),
-    "mistral without": (dict(kind="Mistral", sliding_window=None), {}, None, None),
     "qwen3": (dict(kind="Qwen3", head_dim=16), {}, None, None),
     "gemma, as released": (dict(kind="Gemma", **TIED), dict(hidden_act="gelu", tie_word_embeddings="gone"), None, None),
     "biases": (dict(attention_bias=True), {}, None, "no place for the weight .*k_proj.bias"),
-    "small biases": (dict(mlp_bias=True), {}, lambda w: [w[n].mul_(1e-4) for n in w if n.endswith("bias")], "down_proj.bias"),
-    "gelu by another name": (dict(kind="Gemma"), dict(hidden_act="gelu_new"), None, None),
-    "exact gelu": (dict(kind="Gemma"), dict(hidden_act="gelu_python"), None, "hidden_act=gelu_python is not supported"),
-    "swish": ({}, dict(hidden_act="swish"), None, None),
     "attention to later tokens": ({}, dict(is_causal=False), None, "is_causal=False"),
-    "other weights": ({}, dict(transformers_weights="b"), None, "neither a safetensors"),
     "code of its own": ({}, dict(model_type="own", auto_map={"AutoConfig": "own.Config"}), None, "execute"),
     "another activation": ({}, dict(hidden_act="gelu"), None, "hidden_act"),
     "windows in a Llama": ({}, dict(layer_types=["sliding_attention"] * 3), None, "layer_types"),
@@ -91,7 +84,6 @@ VARIATIONS = {
     "another width": ({}, dict(intermediate_size=64), None, "_proj.weight is .*, config.json says"),
     "fewer layers": ({}, dict(num_hidden_layers=2), None, "layers.2"),
     "weights cut off": ({}, {}, "model.safetensors", "header"),
-    "fields cut off": ({}, {}, "config.json", "JSON"),
 }
 
 
