@@ -98,16 +98,14 @@ def rank_in_child(rank, port, folder, argv, change=None):
     sys.exit(86)        # Python's shutdown may abort, so that a run that succeeds does not come here (Processes.leave)
 
 
-def two_ranks(folder, argv, change=None, meanwhile=lambda second: None):
-    """Return the exit codes of two processes, and what each prints. change is called in the first process, and
-    meanwhile while it may still run, after the second one."""
+def two_ranks(folder, argv, change=None):
+    """Return the exit codes of two processes, and what each prints. change is called in the first process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     ranks = [fork(rank_in_child, rank, port, folder, argv, [change, None][rank]) for rank in (0, 1)]
-    ranks[1].join(120)
-    meanwhile(ranks[1])
-    ranks[0].join(120)
+    for rank in ranks:
+        rank.join(120)
     return [child.exitcode for child in ranks], [(folder / f"{rank}.txt").read_text() for rank in (0, 1)]
 
 

@@ -1,6 +1,5 @@
 """The trainer. The tests look at resuming, schedules, optimizers, logs, signals, several processes, and random
 configurations."""
-import contextlib
 import itertools
 import json
 import math
@@ -13,18 +12,15 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import graphs
-import model_gpt
 from common import checkpoint, device, huggingface, options, optim
 from common.data import Windows
-from lab import eval as evaluation, plot
+from lab import eval as evaluation
 import runs
 import sample
 import train
@@ -81,20 +77,6 @@ def test_a_recorded_step_is_the_ordinary_one(name, more, tmp_path, data_dir, mon
     logs = [checkpoint.read_log(run.folder / "log.jsonl") for run in (recorded, ordinary)]
     timeless = [[{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in log] for log in logs]
     assert timeless[0] == timeless[1]
-
-
-@pytest.mark.parametrize("owner, name, bug", [
-    (graphs.Graph, "__call__", lambda graph, *inputs: (graph.run(), [x.clone() for x in graph.outputs])[1]),
-    (train, "clear_gradients", lambda run: run.model.zero_grad(set_to_none=True)),
-    (train, "clear_gradients", lambda run: None), (train, "seed_forward", lambda seed, step, index: torch.manual_seed(seed))],
-    ids=["inputs are not copied", "gradients move", "gradients of all steps", "one seed"])
-def test_the_emulated_graph_notices(owner, name, bug, tmp_path, data_dir, monkeypatch):
-    """The weights show what would go wrong on a GPU."""
-    ordinary = runs.run("gpt", tmp_path / "a", data_dir, *GRAPH)
-    emulate(monkeypatch)
-    monkeypatch.setattr(owner, name, bug)
-    recorded = runs.run("gpt", tmp_path / "b", data_dir, *GRAPH, "compile=graph")
-    assert runs.learned(recorded) != runs.learned(ordinary)
 
 
 def test_a_step_that_cannot_be_recorded_is_refused(tmp_path, data_dir, monkeypatch):
@@ -229,13 +211,6 @@ def test_any_number_of_processes_evaluates(monkeypatch):
     assert device.Processes(TrainConfig(eval_only=True, gradient_accumulation_steps=1, device="cpu")).world == 3
 
 
-def test_the_curves_of_a_run(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(plot, "draw", lambda path, panels, title: drawn.extend(panels[0][1]))
-    plot.draw_curves([{"step": 1, "ce": 2.0}, {"step": 2, "val_ce": 3.0}], "file", "title")
-    assert drawn == [("training", [(1, 2.0)]), ("validation", [(2, 3.0)])]
-
-
 def test_weights_of_another_tokenizer_are_refused(tmp_path, data_dir):
     """Both data sets have six characters, but not the same ones."""
     for name, text in ("first", "abcde\n" * 99), ("second", "abcdx\n" * 99):
@@ -361,11 +336,6 @@ def test_a_budget_pays_for_the_loops_that_run(name, warmup):
 def test_a_warm_up_is_not_recorded():
     with pytest.raises(UserError, match="compile=graph records all loops"):
         train.record_micro_step(SimpleNamespace(model=tiny("relaxed", loop_warmup=0.5)))
-    for sizes, message in (dict(loop_warmup=1.5), "from 0 to 1"), (dict(loop_warmup=0.5, router="token"), "0 with router=token"):
-        with pytest.raises(ValueError, match=message):
-            tiny("mor", **sizes)
-    with pytest.raises(ValueError, match="loop_warmup=nan must be from 0 to 1"):
-        tiny("relaxed", loop_warmup=math.nan)
 
 
 def test_a_picture_with_a_notebooks_settings(tmp_path):
@@ -405,26 +375,16 @@ def test_help(capsys):
     assert "rt_tiny.yaml has:" in out and "\ntokenizer: bpe:2048\n" in out
 
 
-def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir, capsys):
+def test_a_prompt_that_nobody_asked_for(tmp_path, data_dir):
     """A config file's prompt is for its data set only. A run on another data set continues the first characters of its
-    validation text, and so does sample.py afterwards."""
+    validation text."""
     (tmp_path / "ä.txt").write_text("äöü" * 500)
     (tmp_path / "x.yaml").write_text(f"dataset: words\nsample_prompt: ab\ndata_dir: '{data_dir}'\n")
-    keys = [f"dataset=file:{tmp_path / 'ä.txt'}", "tokenizer=char", f"data_dir={tmp_path}", "max_steps=1", "sample_tokens=2"]
-    small = runs.arguments("gpt", tmp_path, data_dir, f"config={tmp_path / 'x.yaml'}", "run=words")
-    assert train.setup(small).cfg.sample_prompt == "ab"
-    (tmp_path / "zeros.txt").write_bytes(b"abc " * 300 + b"\0" * 200)
-    zeros = train.setup(runs.arguments("gpt", tmp_path, data_dir, f"dataset=file:{tmp_path / 'zeros.txt'}", "run=zeros",
-                                       f"data_dir={tmp_path}", "warmup_steps=6"))
-    assert zeros.cfg.sample_prompt == "\n"
-    assert "warmup_steps=6 is not over after 6 steps" in capsys.readouterr().out
-    of_bytes = [*keys, "tokenizer=byte", "run=b", f"config={tmp_path / 'x.yaml'}"]
-    assert train.setup(runs.arguments("gpt", tmp_path, data_dir, *of_bytes)).cfg.sample_prompt == "äöüäöüäö"
-    train.main(runs.arguments("gpt", tmp_path, data_dir, *keys))
-    sample.main([str(tmp_path / "r"), "max_new_tokens=2", "device=cpu"])
-    assert [line[:16] for line in capsys.readouterr().out.splitlines() if line.startswith("ä")] == 2 * ["äöüäöüäöüäöüäöüä"]
+    small = runs.arguments("gpt", tmp_path, data_dir, f"config={tmp_path / 'x.yaml'}")
+    other = [*small, f"dataset=file:{tmp_path / 'ä.txt'}", f"data_dir={tmp_path}", "run=other"]
+    assert train.setup(small).cfg.sample_prompt == "ab" and train.setup(other).cfg.sample_prompt == "äöüäöüäö"
     with pytest.raises(UserError, match="sample_prompt: character 'x' is not in"):
-        train.setup(runs.arguments("gpt", tmp_path, data_dir, *keys, "sample_prompt=äx", "overwrite=true"))
+        train.setup([*other, "tokenizer=char", "sample_prompt=äx"])
 
 
 def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, monkeypatch):
@@ -435,11 +395,12 @@ def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, 
     assert trainer.step == 3 and checkpoint.load_checkpoint(trainer.folder / "ckpt.pt")["step"] == 2
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
     monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": 1.0 if run.step < 4 else math.nan})
-    argv = runs.arguments("gpt", tmp_path / "b", data_dir, "eval_interval=2")
+    argv = runs.arguments("gpt", tmp_path / "b", data_dir, "eval_interval=2", "keep_interval=2")
     for more in [], ["resume=true"]:            # resuming does not go on from the state that was evaluated
         with pytest.raises(UserError, match="val_ce is nan at step 4: the run stops, and what was saved is kept"):
             train.train(trainer := train.setup([*argv, *more]))
         assert checkpoint.load_checkpoint(checkpoint.newest(trainer.folder))["step"] == 2
+        assert {f.name for f in trainer.folder.glob("step_*")} == {"step_2.pt"}
     trainer.model.wte.weight.data[0] = math.nan
     with pytest.raises(UserError, match="a weight is not finite"):
         train.save(trainer, "ckpt.pt")
@@ -496,8 +457,7 @@ def test_a_best_loss_of_another_measure(changed, forgotten, tmp_path, data_dir, 
 
 
 def test_a_teacher_that_has_changed(tmp_path, data_dir, capsys):
-    """A resumed run refuses other weights in the teacher's place, unless the command line names the teacher again. No
-    run is its own teacher."""
+    """A resumed run refuses other weights in the teacher's place, unless the command line names the teacher again."""
     teacher = runs.run("gpt", tmp_path, data_dir, "run=teacher", "max_steps=1")
     taught = ["run=student", f"teacher={teacher.folder}"]
     whole = runs.run("gpt", tmp_path / "whole", data_dir, *taught)
@@ -513,43 +473,24 @@ def test_a_teacher_that_has_changed(tmp_path, data_dir, capsys):
     assert "is not the one that the run began with" not in capsys.readouterr().out
     train.setup([*on, f"teacher={tmp_path / 'whole' / 'student'}"])
     assert "is not the one that the run began with" in capsys.readouterr().out
-    for path in resumed.folder, resumed.folder / "best.pt":
-        with pytest.raises(UserError, match="is in the folder of the run itself"):
-            runs.run("gpt", tmp_path, data_dir, "run=student", "overwrite=true", f"init_from={path}", f"teacher={path}")
 
 
 def test_a_log_that_cannot_be_written(tmp_path, data_dir, monkeypatch, capsys):
     """It is told, and the training goes on. The lines after it are whole."""
-    trainer = train.setup(runs.arguments("gpt", tmp_path, data_dir, "max_steps=4"))
-    step = train.train_step
+    def full(path, mode):
+        Path(path).open(mode).write('{"step":')
+        raise OSError(28, "No space left on device")
 
-    def full_at_2(run, stop):
+    def full_at_2(run, stop, step=train.train_step):
         values = step(run, stop)
         monkeypatch.setattr(train, "open", full if run.step in (2, 3) else open, raising=False)
         return values
-
-    @contextlib.contextmanager
-    def full(path, mode):
-        def write(line):
-            Path(path).open(mode).write(line[:9])
-            raise OSError(28, "No space left on device")
-        yield SimpleNamespace(write=write)
     monkeypatch.setattr(train, "train_step", full_at_2)
-    assert train.train(trainer)
-    rows = checkpoint.read_log(trainer.folder / "log.jsonl")
+    log = runs.run("gpt", tmp_path, data_dir, "max_steps=4").folder / "log.jsonl"
+    rows, out = checkpoint.read_log(log), capsys.readouterr().out
     assert [row["step"] for row in rows if "ce" in row] == [1, 4] and "val_ce" in rows[-1]
-    told = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]
-    assert told == [f"note: {trainer.folder}/log.jsonl cannot be written (No space left on device); the run goes on"]
-
-
-def test_a_full_disk_has_a_name(tmp_path, monkeypatch):
-    """The error of a write has no file name by itself."""
-    def write(path, content):
-        raise OSError(28, "No space left on device")
-    monkeypatch.setattr(Path, "write_bytes", write)
-    with pytest.raises(OSError) as error:
-        options.replace_file(tmp_path / "log.jsonl", b"text")
-    assert options.in_one_line(error.value) == f"{tmp_path}/log.jsonl: No space left on device"
+    assert out.count("cannot be written") == 1
+    assert f"note: {log} cannot be written (No space left on device); the run goes on\n" in out
 
 
 def test_signs_of_life(tmp_path, data_dir, monkeypatch, capsys):
@@ -579,35 +520,22 @@ def test_what_is_told_before_a_run(tmp_path, data_dir, capsys, monkeypatch):
     assert "nothing is left to train: the checkpoint is of step 1, and max_steps=1" in told and resumed.step == 1
 
 
-def test_convert_returns_nothing(monkeypatch):
-    """A convert that returned new weights would be ignored, and the training would start from random ones."""
-    monkeypatch.setattr("model_relaxed.convert", lambda model, weights: weights)
-    ckpt = {"model": "relaxed", "model_config": {}, "weights": {}, "converts": True}
-    with pytest.raises(UserError, match="convert writes into the model and returns nothing"):
-        checkpoint.build_model(ckpt)
+CONFIG = "from model_gpt import Model, dataclass\nimport model_gpt\n@dataclass\nclass Config(model_gpt.Config):\n    "
 
 
-@pytest.mark.parametrize("text", ["", "class Config: pass", "from model_gpt import Config", "Config = 5\nfrom model_gpt import Model",
-                                  "from model_gpt import Model, dataclass\n@dataclass\nclass Config:\n    block_size: int = 1",
-                                  "from model_gpt import Config\nclass Model:\n    flops_per_token = 3",
-                                  "import model_gpt\nfrom model_gpt import Model\nclass Config(model_gpt.Config):\n    n: int = 1",
-                                  "from model_gpt import Config, nn\nclass Model(nn.Module):\n    pass"])
+@pytest.mark.parametrize("text", [
+    "class Config: pass", "from model_gpt import Config", "Config = 5\nfrom model_gpt import Model",
+    "from model_gpt import Model, dataclass\n@dataclass\nclass Config:\n    block_size: int = 1",
+    CONFIG.replace("@dataclass\n", "") + "n: int = 1", "from model_gpt import Config, nn\nclass Model(nn.Module):\n    pass",
+    CONFIG + "cap: float | None = None", CONFIG + "widths: tuple = (1, 2)"])
 def test_a_file_that_is_no_model(text, tmp_path, monkeypatch):
+    """Without the refusal it might train, and its checkpoint could not be read."""
     (tmp_path / "model_broken.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "model_broken", raising=False)
-    with pytest.raises(UserError, match="model_broken.py is not a model file: it needs a dataclass Config with block_size"):
-        merge({"model": "broken"}, checkpoint.load_start)
-
-
-@pytest.mark.parametrize("field", ["cap: float | None = None", "widths: tuple = (1, 2)"])
-def test_a_field_that_is_no_option(field, tmp_path, monkeypatch):
-    """Otherwise the run would train, and its checkpoint could not be read."""
-    text = f"from model_gpt import Model, dataclass\nimport model_gpt\n@dataclass\nclass Config(model_gpt.Config):\n    {field}"
-    (tmp_path / "model_broken.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "model_broken", raising=False)
-    with pytest.raises(UserError, match=f"model_broken.py: the type of {field.split(':')[0]} must be int, float, bool or str"):
+    no_option = ": the type of (cap|widths) must be int, float, bool or str"
+    no_model = " is not a model file: it needs a dataclass Config with block_size"
+    with pytest.raises(UserError, match="model_broken.py" + (no_option if text.startswith(CONFIG) else no_model)):
         merge({"model": "broken"}, checkpoint.load_start)
 
 
@@ -678,12 +606,6 @@ def nan_at_3():
     train.forward_backward = poisoned
 
 
-def no_space():
-    def broken(path, saved):
-        raise UserError(f"could not save {path}")
-    train.save_checkpoint = broken
-
-
 def infinite_weight():
     def broken(run, state=train.state):
         saved = state(run)
@@ -692,59 +614,22 @@ def infinite_weight():
     train.state = broken
 
 
-def long_sample():
-    def slow(run, done):
-        while not (run.folder / "go_on").exists():
-            time.sleep(0.01)
-    train.finish = slow
+def other_width():
+    train.merge = lambda given, load, merge=train.merge: merge({**given, "n_embd": "32"}, load)
 
 
-def two_ranks(folder, data_dir, change, *more, **meanwhile):
-    argv = runs.arguments("gpt", folder, data_dir, "gradient_accumulation_steps=2", "eval_interval=2", *more)
-    return runs.two_ranks(folder, argv, change, **meanwhile)
-
-
-@pytest.mark.parametrize("change, more, told", [
-    (infinite_weight, ["fsdp=true"], "a weight is not finite at step 2"),
-    (None, ["dataset=file:/dev/null/words.txt"], "make it with python prepare.py"),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in (
-        (no_space, [], "could not save"), (None, ["run=locked"], "is in use: another run of this name goes on"),
-        (None, ["vocab_size=9"], "vocab_size=9 is less")))], ids=lambda x: getattr(x, "__name__", None))
-def test_one_process_tells_an_error(change, more, told, tmp_path, data_dir):
-    """One process prints one line, and the other one ends quietly. Neither waits for data that are not prepared."""
-    (tmp_path / "locked").mkdir()
-    options.lock(tmp_path / "locked")
-    codes, (first, other) = two_ranks(tmp_path, data_dir, change, *more)
-    options.unlock(tmp_path / "locked")
-    assert codes == [2, 2] and first.count("error: ") == 1 and told in first.splitlines()[-1], first + other
-    assert "error" not in other and "Traceback" not in first + other, other
-
-
-def test_nobody_waits_for_the_sample(tmp_path, data_dir):
-    """The second process has ended while the first one still writes."""
-    def second_has_ended(second):
-        (tmp_path / "r" / "go_on").touch()
-        assert second.exitcode == 0
-    assert two_ranks(tmp_path, data_dir, long_sample, meanwhile=second_has_ended)[0] == [0, 0]
-
-
-def other_option(name, value):
-    def merged(given, load, merge=train.merge):
-        return merge({**given, name: value}, load)
-    train.merge = merged
-
-
-@pytest.mark.parametrize("name, value", [("n_embd", "32"), pytest.param("learning_rate", "0.5", marks=pytest.mark.full)])
-def test_processes_with_other_options_are_refused(name, value, tmp_path, data_dir):
-    codes, told = two_ranks(tmp_path, data_dir, partial(other_option, name, value))
-    assert codes == [2, 2] and all("the processes have different options, data or checkpoints" in text for text in told), told
-
-
-def test_a_terminal_without_columns_has_lines_in_place_of_a_bar(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(fileno=lambda: 2))
-    for columns in 0, 80:
-        monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((columns, 24)))
-        assert train.no_columns() == (columns == 0)
+@pytest.mark.parametrize("change, more, told, times", [
+    (infinite_weight, ["fsdp=true"], "a weight is not finite at step 2", 1),
+    (None, ["dataset=file:/dev/null/words.txt"], "make it with python prepare.py", 1),
+    (other_width, [], "the processes have different options, data or checkpoints", 2),
+    (nan_at_3, [], "ce is nan at step 3: the run stops before the update", 2)], ids=lambda x: getattr(x, "__name__", None))
+def test_an_error_ends_both_processes(change, more, told, times, tmp_path, data_dir):
+    """One process tells it. Or both do, where both find it (without torchrun's store). Neither waits for the other."""
+    argv = runs.arguments("gpt", tmp_path, data_dir, "gradient_accumulation_steps=2", "eval_interval=2", *more)
+    codes, out = runs.two_ranks(tmp_path, argv, change)
+    assert codes == [2, 2] and [text.count("error: ") for text in out] == [1, times - 1], out
+    assert all(told in text for text in out[:times]) and "Traceback" not in "".join(out), out
+    assert change is not nan_at_3 or checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
 
 
 def test_a_sample_that_cannot_be_made_ends_no_run(tmp_path, data_dir, monkeypatch, capsys):
@@ -752,13 +637,6 @@ def test_a_sample_that_cannot_be_made_ends_no_run(tmp_path, data_dir, monkeypatc
     run.cfg.sample_tokens, run.cfg.sample_prompt = 5, ""
     train.finish(run, done=True)
     assert "note: no sample: the prompt is empty" in capsys.readouterr().out and (run.folder / "curves.png").exists()
-
-
-def test_every_process_stops_at_a_nan_in_one(tmp_path, data_dir):
-    """(Without torchrun's store, each process tells it.)"""
-    codes, told = two_ranks(tmp_path, data_dir, nan_at_3)
-    assert codes == [2, 2] and all("error: ce is nan at step 3: the run stops before the update" in text for text in told), told
-    assert checkpoint.load_checkpoint(tmp_path / "r" / "ckpt.pt")["step"] == 2
 
 
 @pytest.mark.full
