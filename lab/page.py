@@ -9,10 +9,10 @@ trained models that loop over depth (relaxed, mor).
     curl 127.0.0.1:8000/v1/completions -d '{"prompt": "def ", "max_tokens": 50, "stream": true}'
     python -m lab.page help                             every option with its meaning
 
-Clients of OpenAI's completions work here, such as openai's package, LangChain's class OpenAI and
-curl. The class Completion lists what they may ask for. Any other option is refused, unless its
-value asks for nothing: 0, false, "", [], {} or null. Beside OpenAI's fields a choice has `depths`,
-which are the loops, counted from 1, after which its tokens were predicted.
+Clients of OpenAI's completions work here, such as openai's package and curl. The class Completion
+lists what they may ask for. Any other option is refused, unless its value asks for nothing: 0,
+false, "", [], {} or null. Beside OpenAI's fields a choice has `depths`, which are the loops,
+counted from 1, after which its tokens were predicted.
 """
 import asyncio
 import itertools
