@@ -29,9 +29,9 @@ def batches(task, T, **options):
     return tasks.TaskBatches(TrainConfig(dataset=f"task:{task}", **options), T)
 
 
-def examples(task, T, split="val", count=200, seed=1337):
+def examples(task, T, split="val", count=200):
     """Return the first examples of a split, each of which is a pair of lists of numbers."""
-    data = getattr(batches(task, T, seed=seed, task_examples=count), split)
+    data = getattr(batches(task, T, task_examples=count), split)
     data.count = count
     return [(x.tolist(), y.tolist()) for x, y in zip(*data.examples)]
 
@@ -133,18 +133,6 @@ def test_chances_are_those_of_the_docstring():
     assert len(asked) > 1, "not always the first pair is asked for"
 
 
-def test_a_fingerprint_is_of_all_that_a_run_reads(data_dir):
-    tasks_read = [batches("recall", 8, task_examples=n).fingerprint for n in (0, 5)]
-    texts = []
-    for changed in ("", "train", "val"):
-        splits = load_data(data_dir / "words")
-        for split in splits.values():
-            split.sha256 = "0" if split.split == changed else split.sha256
-            split.check = lambda: None
-        texts.append(TextBatches(splits, TrainConfig(), 8).fingerprint)
-    assert len({*tasks_read}) == 2 and len({*texts}) == 3
-
-
 def test_the_examples_in_the_docstring():
     shown = re.findall(r"    inputs ([ \d]+)\n    targets ([ .\d]+)\n", tasks.__doc__)
     for name, rows in zip([name for name in CHECKS if name not in ("noisy_recall", "s5")], shown, strict=True):
@@ -152,15 +140,10 @@ def test_the_examples_in_the_docstring():
 
 
 def test_memorization_has_one_map():
-    """Examples of both splits have the same map, in which every key has its own value. Another seed gives another
-    map."""
-    maps = []
-    for seed in 1, 2:
-        rows = [row for split in ("train", "val") for row in examples("memorization", 32, split, 256, seed)]
-        seen = {pair for x, y in rows for pair in zip(x[::2], y[1::2])}
-        maps.append(dict(seen))
-        assert len(maps[-1]) == len(seen) == len({v for _, v in seen}) == 127
-    assert sum(maps[0][k] == maps[1][k] for k in range(127)) < 10
+    """Examples of both splits have the same map, in which every key has its own value."""
+    rows = [row for split in ("train", "val") for row in examples("memorization", 32, split, 256)]
+    seen = {pair for x, y in rows for pair in zip(x[::2], y[1::2])}
+    assert len(dict(seen)) == len(seen) == len({v for _, v in seen}) == 127
 
 
 @pytest.mark.parametrize("name", ["words", *tasks.TASKS])
@@ -202,12 +185,10 @@ def test_the_fixed_examples(task):
     assert len(set(limited)) == 240 and limited[0] == 0 and limited[-1] == 1279
 
 
-@given(st.lists(st.integers(0, 119), min_size=1, max_size=30), st.integers(1, 30))
-def test_ids_as_text(ids, n):
-    tokenizer = load_tokenizer(TaskTokenizer(120).to_dict())
-    text = " ".join(map(str, ids))
-    assert tokenizer.encode(f"\n {text}\t ") == ids and tokenizer.eot is None
-    assert text == tokenizer.decode(ids) == tokenizer.decode(ids[:n]) + "".join(tokenizer.stream(ids[n:]))
+def test_ids_as_text():
+    tokenizer, ids = load_tokenizer(TaskTokenizer(120).to_dict()), [3, 0, 119, 12]
+    assert tokenizer.encode("\n 3 0 119\t12 ") == ids and tokenizer.eot is None
+    assert "3 0 119 12" == tokenizer.decode(ids) == tokenizer.decode(ids[:2]) + "".join(tokenizer.stream(ids[2:]))
     for other in " \n", "1,2", "-1", "120", "²":
         with pytest.raises(UserError, match="numbers from 0 to 119 with blanks between them"):
             tokenizer.encode(other)
@@ -245,7 +226,3 @@ def test_accuracies_count_tokens_and_rows_not_micro_batches(tmp_path):
     assert 0 < want[1].expected != want[0].expected > 0
     logged, _ = train.train_step(trainer, [])
     assert [logged[name] for name in names] == want
-    result, (x, y) = train.evaluate(trainer), trainer.batches.val.examples
-    assert [result[f"val_{name}"] for name in names] == fractions(trainer.model, x, y)
-    ce = torch.nn.functional.cross_entropy(trainer.model(x)[0].flatten(0, 1), y.flatten(), ignore_index=-1)
-    assert result["val_ce"] == pytest.approx(ce.item(), rel=1e-5)
