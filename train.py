@@ -34,7 +34,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -47,7 +46,7 @@ from tqdm import tqdm
 
 import graphs
 from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_initial, load_start,
-                               newest, read_log, save_checkpoint, sync_folder)
+                               read_log, save_checkpoint)
 from common.data import TextBatches, bits_per_byte, data_folder, is_task, open_data
 from common.device import Processes, compiles, device_name, gpu_peaks
 from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
@@ -66,8 +65,7 @@ KEPT = "and what was saved is kept"     # the end of error messages
 @dataclass
 class Run:
     """The parts of a run, and its progress. main, at the end of this file, calls setup, which makes
-    a Run, and then train or evaluate, which take it. The comment above save_and_evaluate explains
-    pending.pt, NEW_LOG and `replaces`."""
+    a Run, and then train or evaluate, which take it."""
     cfg: TrainConfig
     procs: Processes
     batches: object         # TextBatches or TaskBatches
@@ -83,7 +81,6 @@ class Run:
     flops: float = 0.0      # floating-point operations of these steps
     evaluated: int = 0      # the step of the last evaluation
     best_ce: float = math.inf
-    replaces: bool = False  # an older run's files stay in the folder until this run's first save
 
     @property
     def folder(self):
@@ -112,16 +109,14 @@ def train(run):
             if cfg.keep_interval and run.step % cfg.keep_interval == 0:
                 if run.step % cfg.eval_interval == 0:
                     save_and_evaluate(run)  # a state whose loss is not finite is not kept
-                save_last(run)              # so that no step_N.pt is newer than ckpt.pt
-                keep(run)
+                save(run, "ckpt.pt")        # so that no step_N.pt is newer than ckpt.pt
+                save(run, f"step_{run.step}.pt")
             if stopping:
-                save_last(run)
+                save(run, "ckpt.pt")
                 return False
         if run.evaluated < run.step:
             save_and_evaluate(run)
-            save_last(run)                  # a longer run goes on from here, with this evaluation
-        elif run.procs.master and (run.folder / "pending.pt").exists():
-            commit(run)                     # the run was killed between its last save and commit
+            save(run, "ckpt.pt")            # a longer run goes on from here, with this evaluation
     return True
 
 
@@ -277,20 +272,11 @@ def stop_request():
 def setup(argv):
     """Return the Run that the arguments describe. All is checked before anything but a data set is
     written."""
-    given, read = split_args(argv)[1], []
-
-    def load(start):    # Another job may save between this and the lock below.
-        read.append(stamp(newest(start.folder)))
-        return load_start(start)
-    cfg, model_fields, ckpt = merge(given, load)
+    given = split_args(argv)[1]
+    cfg, model_fields, ckpt = merge(given, load_start)
     cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
     procs = Processes(cfg)
     with procs.together():
-        if procs.master and cfg.resume == "true" and not cfg.eval_only:
-            lock(cfg.folder)
-            if [stamp(newest(cfg.folder))] != read:
-                raise UserError(f"{cfg.folder}: another run has saved there meanwhile; the same "
-                                f"command goes on from it")
         check_new(cfg)
         check_graph(cfg, procs)
         batches = open_batches(cfg, model_fields["block_size"], procs.world)
@@ -334,21 +320,12 @@ def check_new(cfg):
     happen to it. Its ckpt.pt may have been removed and best.pt kept."""
     if cfg.resume == "true" or cfg.overwrite or cfg.eval_only:
         return
-    last = newest(cfg.folder)
-    for file in [last] * last.exists() + checkpoints(cfg.folder):
-        use = "resume=true goes on from it" if file == last else "init_from= takes its weights"
-        raise UserError(f"{file} is a checkpoint: {use}, overwrite=true replaces it, "
-                        f"run=NAME starts another run")
-
-
-def checkpoints(folder):
-    """Return the checkpoints of a run's folder."""
-    return sorted(file for file in folder.glob("*.pt") if OURS.fullmatch(file.name))
-
-
-def stamp(file):
-    """Return what changes when a file is replaced, or None if it does not exist."""
-    return (file.stat().st_ino, file.stat().st_mtime_ns) if file.exists() else None
+    names = sorted(file.name for file in cfg.folder.glob("*.pt") if OURS.fullmatch(file.name))
+    if names:
+        last = "ckpt.pt" in names
+        use = "resume=true goes on from it" if last else "init_from= takes its weights"
+        raise UserError(f"{cfg.folder / ('ckpt.pt' if last else names[0])} is a checkpoint: {use}, "
+                        f"overwrite=true replaces it, run=NAME starts another run")
 
 
 def number_of(cfg, model, batches, teacher, ckpt):
@@ -556,26 +533,18 @@ def check_teacher(run, ckpt, named):
 
 def claim_folder(run):
     """Make the run's folder and its log, in the first process. No other run can have the folder
-    until this one ends. Files that a killed run left half written are removed. The files of an
-    older run, which this one replaces, stay until the first save."""
-    cfg, folder = run.cfg, run.folder
+    until this one ends. Files that a killed run left half written are removed. So are the files of
+    an older run if overwrite=true replaces it, but no file of the user's."""
+    folder = run.folder
     if not run.procs.master:
         return
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
-    check_new(cfg)                              # because another run may have ended meanwhile
-    run.replaces = (cfg.overwrite and bool(checkpoints(folder))) or is_replacing(folder)
-    for file in folder.glob("*.tmp"):
-        if OURS.fullmatch(file.stem):           # a user's own files are not touched
+    check_new(run.cfg)                          # because another run may have ended meanwhile
+    for file in folder.iterdir():
+        older = run.cfg.overwrite and OURS.fullmatch(file.name)
+        if older or file.suffix == ".tmp" and OURS.fullmatch(file.stem):
             file.unlink()
-    if not run.replaces:
-        (folder / NEW_LOG).unlink(missing_ok=True)
-    elif cfg.overwrite and (folder / "pending.pt").exists():
-        # A killed run has left its last state. It is the older run now, even if it was itself about
-        # to replace another one.
-        run.replaces = is_replacing(folder)
-        commit(run)
-        run.replaces = True
     run.log = Log(run)
 
 
@@ -651,16 +620,8 @@ def figures(run, x, y, exact):
 
 # ---- saving ----
 
-# The last state of a run is written as pending.pt, and `commit` renames it to ckpt.pt. There are
-# two reasons. First, the state is on the disk before its evaluation, so that a run that is killed
-# in an evaluation loses only the evaluation. If the evaluation is not finite, ckpt.pt is still the
-# last good state. Second, a run that replaces an older one (overwrite=true) leaves the older files
-# as they are until it has a checkpoint to put in their place. Until then its log is NEW_LOG. As
-# long as both pending.pt and NEW_LOG exist, `commit` has yet to remove the older files. This also
-# holds for a killed run that is resumed.
-
-NEW_LOG = "log.new.jsonl"
-OURS = re.compile(r"(ckpt|pending|best|step_[0-9]+)\.pt|log(\.new)?\.jsonl|curves\.png")
+# A run's folder has these files. A file that is being written has .tmp at the end of its name.
+OURS = re.compile(r"(ckpt|best|step_[0-9]+)\.pt|log\.jsonl|curves\.png")
 COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
 # Validation losses can be compared if all of these are the same.
 MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "block_size",
@@ -669,17 +630,14 @@ MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "
 
 def save_and_evaluate(run):
     """Save the state, evaluate it, and save it as best.pt if its loss is the best. A run that is
-    stopped in between evaluates again, with the same result, when it is resumed."""
-    save(run, "pending.pt")
+    killed in the evaluation evaluates again, with the same result, when it is resumed."""
+    save(run, "ckpt.pt")
     result = evaluate(run)
     ce = result["val_ce"]
     # LRT's exact chain may overflow while its estimate is finite. Further training may mend that.
     result = {name: value for name, value in result.items() if math.isfinite(value)}
     if not {"val_ce", "val_ce_estimate"} & result.keys():
-        if run.procs.master:
-            (run.folder / "pending.pt").unlink()
-        raise UserError(f"val_ce is {ce} at step {run.step}: the run stops, {KEPT}")
-    commit(run)
+        raise UserError(f"val_ce is {ce} at step {run.step}: the run stops, and best.pt stays")
     best = ce < run.best_ce
     run.evaluated, run.best_ce = run.step, min(run.best_ce, ce)
     if best:
@@ -697,48 +655,6 @@ def save(run, name):
             raise UserError(f"a weight is not finite at step {run.step}: the run stops, {KEPT}")
         if run.procs.master:
             save_checkpoint(run.folder / name, saved)
-
-
-def save_last(run):
-    """Save the state as the run's last one."""
-    save(run, "pending.pt")
-    commit(run)
-
-
-def keep(run):
-    """Keep the run's last state as step_N.pt, too. The file system has the two as one file, if it
-    can."""
-    last, kept = run.folder / "ckpt.pt", run.folder / f"step_{run.step}.pt"
-    temporary = Path(f"{kept}.tmp")
-    with run.procs.together():
-        if run.procs.master:
-            try:
-                os.link(last, temporary)
-            except OSError:
-                shutil.copyfile(last, temporary)
-            os.replace(temporary, kept)
-            sync_folder(run.folder)
-
-
-def commit(run):
-    """Rename pending.pt to ckpt.pt. If the run replaces an older one, that one's files are removed
-    first. A kill in between leaves pending.pt, which is the newest state, and never files of both
-    runs as one."""
-    folder = run.folder
-    if run.procs.master and run.replaces:
-        for file in folder.iterdir():
-            if OURS.fullmatch(file.name) and file.name not in ("ckpt.pt", "pending.pt", NEW_LOG):
-                file.unlink()
-        os.replace(folder / NEW_LOG, folder / "log.jsonl")
-    if run.procs.master:
-        os.replace(folder / "pending.pt", folder / "ckpt.pt")
-        sync_folder(folder)
-    run.replaces = False
-
-
-def is_replacing(folder):
-    """Return whether a run that was killed in `folder` has yet to replace an older one's files."""
-    return (folder / "pending.pt").exists() and (folder / NEW_LOG).exists()
 
 
 def state(run):
@@ -788,7 +704,7 @@ class Log:
     the GPUs' peak that the model's FLOPs reach."""
 
     def __init__(self, run):
-        self.run = run
+        self.run, self.path = run, run.folder / "log.jsonl"
         rows = read_log(self.path) if run.step else []
         rows = [row for row in rows
                 if row["step"] <= (run.step if "lr" in row else run.evaluated)]
@@ -804,10 +720,6 @@ class Log:
         # peak is None for an unknown GPU or a CPU.
         peaks, part = gpu_peaks(run.procs.device), 1 if run.procs.precision == "bfloat16" else 0.5
         self.peak = peaks and run.procs.world * part * peaks[0]
-
-    @property
-    def path(self):
-        return self.run.folder / (NEW_LOG if self.run.replaces else "log.jsonl")
 
     def step(self, logged, write):
         """Count a training step that is done. If `write`, a line of the log tells its values."""

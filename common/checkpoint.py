@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from common.options import (UserError, first_line, known, model_module, names, naming, note,
+from common.options import (UserError, first_line, known, lock, model_module, names, naming, note,
                             open_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
@@ -70,11 +70,11 @@ def save_checkpoint(path, state):
 # ---- loading ----
 
 def load_checkpoint(path):
-    """Return the newest state of a run's folder, or the state in a file, on the CPU. Raise
+    """Return the last state of a run's folder, or the state in a file, on the CPU. Raise
     OSError if there is none, and UserError if the file is damaged or not one of ours. The SHA-256
     covers every byte of the state, and the unpickler runs no code. A field that the model's Config
     no longer has is dropped, and a note tells this."""
-    path = newest(Path(path)) if Path(path).is_dir() else Path(path)
+    path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     try:
         with naming(path), open_file(path) as f, warnings.catch_warnings(action="ignore"):
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -95,13 +95,6 @@ def load_checkpoint(path):
     except UserError as e:
         raise UserError(f"{path} cannot be loaded: {e}") from e
     return state
-
-
-def newest(folder):
-    """Return the file of a run's last state: ckpt.pt, or pending.pt if the run was killed in an
-    evaluation."""
-    pending = folder / "pending.pt"
-    return pending if pending.exists() else folder / "ckpt.pt"
 
 
 def read_log(path):
@@ -164,12 +157,15 @@ def load_run(path, device="cpu", dtype="float32", **overrides):
 def load_start(start):
     """Return the checkpoint that a call of train.py starts from, or None. The TrainConfig `start`
     says which one. It is changed to what is done: resume=auto becomes true or false, and init_from
-    becomes empty if the checkpoint is the run's own."""
-    own = newest(start.folder)
+    becomes empty if the checkpoint is the run's own. The folder of a run that goes on is locked
+    before its checkpoint is read, so that no other job saves there meanwhile."""
+    own = start.folder / "ckpt.pt"
     if start.resume == "auto":                  # a scheduler starts the same command repeatedly
         start.resume = "true" if own.exists() else "false"
     if start.resume == "true" or start.eval_only and not start.init_from:
         start.init_from = ""
+        if not start.eval_only and own.exists() and os.environ.get("RANK", "0") == "0":
+            lock(start.folder)
         return load_checkpoint(own)
     return load_initial(start.init_from) if start.init_from else None
 
