@@ -73,7 +73,6 @@ class Run:
     forward: object         # the model as training calls it: compiled, data parallel
     optimizers: list
     teacher: object = None  # a model to distil from
-    taught_by: str = ""     # the fingerprint of its weights
     recorded: object = None     # micro_step as a CUDA graph
     log: object = None      # Log, on the first process
     step: int = 0           # completed optimizer steps
@@ -284,18 +283,17 @@ def setup(argv):
             check_tokenizer(ckpt, batches.train, cfg.init_from or cfg.folder)
         fit_to_data(cfg, given, batches)
         model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size).to(procs.device)
-        spent = (ckpt["step"], ckpt["flops"]) if cfg.resume == "true" else ()
-        set_budget(cfg, model, *spent)
+        set_budget(cfg, model)
         teacher = load_teacher(cfg, model, batches.train)
     # No process can write to the folder before all have read it, because each sum waits for all.
-    number = number_of(cfg, model, batches, teacher, ckpt) if procs.world > 1 else 0
+    number = number_of(cfg, model, batches, ckpt) if procs.world > 1 else 0
     if procs.sum(number)[0] != procs.world * number:
         raise UserError("the processes have different options, data or checkpoints: every node "
                         "needs the same command, and the same files in out_dir and data_dir")
     if cfg.fsdp:
         shard(model, blocks_of(model), procs.device, procs.world)
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
-              make_optimizers(model, cfg), *teacher)
+              make_optimizers(model, cfg), teacher)
     if not cfg.eval_only:
         if compiles(cfg, procs.device):
             note("torch.compile takes a minute or two at the start (compile=false starts at once)")
@@ -305,7 +303,6 @@ def setup(argv):
     if cfg.eval_only and ckpt is not None:
         run.step = ckpt["step"]
     elif cfg.resume == "true":
-        check_teacher(run, ckpt, "teacher" in given)
         restore(run, ckpt)
     if not cfg.eval_only:
         with procs.together():
@@ -328,13 +325,13 @@ def check_new(cfg):
                         f"overwrite=true replaces it, run=NAME starts another run")
 
 
-def number_of(cfg, model, batches, teacher, ckpt):
+def number_of(cfg, model, batches, ckpt):
     """Return a number that is the same in all processes if their options, their data and their
     checkpoints are. Options that name places may differ."""
     places = "out_dir", "data_dir", "dataset", "tokenizer", "config", "init_from", "teacher"
     options = {name: value for name, value in asdict(cfg).items() if name not in places}
     weights = ckpt and (ckpt["step"], fingerprint(ckpt))
-    decides = options, asdict(model.cfg), batches.fingerprint, teacher[1], weights
+    decides = options, asdict(model.cfg), batches.fingerprint, weights
     return int(hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8], 16)
 
 
@@ -403,10 +400,9 @@ def make_model(cfg, fields, ckpt, vocab_size):
     return model
 
 
-def set_budget(cfg, model, step=0, flops=0.0):
-    """Set max_steps if max_flops is given. Raise UserError if it is less than one step. A resumed
-    run has spent `flops` on its first steps, which may have been larger or smaller than those to
-    come."""
+def set_budget(cfg, model):
+    """Set max_steps if max_flops is given. Raise UserError if it is less than one step. (If a run
+    is resumed with steps of another size, its earlier steps count as if they had this size.)"""
     # costs[r] is the FLOPs of a step in which r loops run. With loop_warmup the first steps run one
     # loop, and loop_starts says when further ones begin. A model without loops counts as one loop.
     costs = [0.0]
@@ -417,29 +413,22 @@ def set_budget(cfg, model, step=0, flops=0.0):
         raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {costs[1]:.3g} "
                         f"floating-point operations")
 
-    def of_first(steps, max_steps):
-        """Return the FLOPs of the first `steps` steps of a run of max_steps. The cost of a loop is
-        added from the step at which it begins."""
-        return sum((costs[r] - costs[r - 1]) * max(0, steps - start)
-                   for r, start in enumerate(loop_starts(model.cfg, max_steps), 1))
-
     def of_run(max_steps):
-        """Return the FLOPs of a run of max_steps, whose first `step` steps have spent `flops`. If
-        no option has changed since, `other` is a rounding error and is left out."""
-        other = flops - of_first(step, max_steps)
-        return of_first(max_steps, max_steps) + (other if abs(other) > costs[1] / 2 else 0)
+        """Return the FLOPs of a run of max_steps. The cost of a loop is added from the step at
+        which it begins."""
+        return sum((costs[r] - costs[r - 1]) * max(0, max_steps - start)
+                   for r, start in enumerate(loop_starts(model.cfg, max_steps), 1))
     if cfg.max_flops:                           # a checkpoint holds no int above 2**62
         steps = bisect.bisect_right(range(2**62), cfg.max_flops, key=of_run) - 1
         cfg.max_steps = max(1, steps)
 
 
 def load_teacher(cfg, model, data):
-    """Return the model that teacher= names, in eval mode, and the fingerprint of its weights.
-    Without a teacher they are None and "". Raise UserError if its tokens are not the data's, if
-    it reads shorter sequences, or if it stands in the run's own folder, where the student would
-    replace it."""
+    """Return the model that teacher= names, in eval mode, or None. Raise UserError if its tokens
+    are not the data's, if it reads shorter sequences, or if it stands in the run's own folder,
+    where the student would replace it."""
     if not cfg.teacher or cfg.eval_only:
-        return None, ""
+        return None
     path, own = Path(cfg.teacher).resolve(), cfg.folder.resolve()
     if own in (path, *path.parents):
         raise UserError(f"teacher={cfg.teacher} is in the folder of the run itself, whose weights "
@@ -452,7 +441,7 @@ def load_teacher(cfg, model, data):
     if size != V or limit < T:
         raise UserError(f"teacher={cfg.teacher} has vocab_size={size} and takes {limit} tokens, "
                         f"but the model has vocab_size={V} and block_size={T}")
-    return teacher.to(next(model.parameters()).device), fingerprint(ckpt)
+    return teacher.to(next(model.parameters()).device)
 
 
 def prepare_forward(cfg, model, procs):
@@ -516,19 +505,6 @@ def record_micro_step(run):
         raise UserError(f"compile=graph: a step of model={run.cfg.model} with these options cannot "
                         f"be recorded (compile=auto trains it): {why}") from e
     return recorded
-
-
-def check_teacher(run, ckpt, named):
-    """Raise UserError if the teacher is not the one that the run began with. If the command line
-    names the teacher (`named`), a note tells this instead."""
-    was = ckpt.get("teacher", run.taught_by)        # older checkpoints do not have it
-    if was == run.taught_by:
-        return
-    if not named:
-        path = run.cfg.teacher
-        raise UserError(f"teacher={path} has other weights than when the run began: with "
-                        f"teacher={path} on the command line, the run goes on with the new weights")
-    note("the teacher is not the one that the run began with")
 
 
 def claim_folder(run):
@@ -666,7 +642,7 @@ def state(run):
             "weights": whole(run.model.state_dict()),
             "optimizers": [whole(optimizer.state_dict()) for optimizer in run.optimizers],
             **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint,
-            "teacher": run.taught_by, "precision": run.procs.precision}
+            "precision": run.procs.precision}
 
 
 def restore(run, ckpt):

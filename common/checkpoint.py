@@ -24,8 +24,8 @@ from common.options import (UserError, first_line, known, lock, model_module, na
                             open_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
-# Every checkpoint has these fields. New ones also have "teacher" and "precision" (train.state), and
-# old ones have a field "rng", which nothing reads.
+# Every checkpoint has these fields. New ones also have "precision" (train.state), and old ones have
+# "teacher" and "rng", which nothing reads.
 FIELDS = {"model": str, "config": dict, "model_config": dict, "tokenizer": dict, "weights": dict,
           "step": int, "tokens": int, "flops": float, "optimizers": list, "evaluated": int,
           "best_ce": float, "data": str}
