@@ -27,33 +27,28 @@ more often, ends in the same weights. A run on another number of processes reads
 Schedules depend on step / max_steps, except for warmup_steps and muon_momentum_steps, which count
 steps. So if a run is resumed with a larger max_steps=, a learning rate that has fallen rises again.
 """
-import bisect
 import contextlib
 import hashlib
 import json
 import math
-import os
 import re
-import signal
-import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import graphs
-from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_initial, load_start,
+from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_start, load_teacher,
                                read_log, save_checkpoint)
 from common.data import TextBatches, bits_per_byte, data_folder, is_task, open_data
-from common.device import Processes, compiles, device_name, gpu_peaks
+from common.device import Processes, compiles, device_name, stop_request
+from common.log import Log, in_words
 from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
-                            help_text, lock, merge, model_module, note, read_text, replace_file,
-                            run_cli, say, split_args)
+                            help_text, lock, merge, model_module, note, read_text, run_cli, say,
+                            split_args)
 from common.optim import (blocks_of, load_optimizers, loop_starts, lr_factor, make_optimizers,
-                          set_schedules)
+                          set_budget, set_schedules, tokens_per_step)
 from common.sharded import gathered, shard, whole
 from common.tasks import TaskBatches, count_right
 from prepare import HELD_OUT, PrepareConfig, prepare, tell_changes
@@ -237,35 +232,6 @@ def clear_gradients(run):
         run.model.zero_grad(set_to_none=True)
 
 
-def tokens_per_step(cfg, model):
-    """Return the number of tokens of one optimizer step, over all processes."""
-    return cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
-
-
-@contextlib.contextmanager
-def stop_request():
-    """Yield a list of signals. It is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed)
-    asks for a stop after the current step. Further signals change nothing, because timeout,
-    torchrun and schedulers send several, and the state is to be saved. SIGKILL ends a step at once.
-    A signal that was ignored at the start, as SIGHUP is under nohup, stays ignored."""
-    asked = []
-
-    def ask(sig, frame):
-        if not asked and os.environ.get("RANK", "0") == "0":
-            with contextlib.suppress(OSError):      # print may not be called in a handler
-                os.write(2, b"\nstopping after this step\n")
-        asked.append(sig)
-    known = [getattr(signal, name, None) for name in ("SIGTERM", "SIGINT", "SIGHUP")]
-    heard = [sig for sig in known       # Windows has no SIGHUP
-             if sig is not None and signal.getsignal(sig) != signal.SIG_IGN]
-    handlers = {sig: signal.signal(sig, ask) for sig in heard}
-    try:
-        yield asked
-    finally:
-        for sig, handler in handlers.items():
-            signal.signal(sig, handler)
-
-
 # ---- set-up ----
 
 def setup(argv):
@@ -398,50 +364,6 @@ def make_model(cfg, fields, ckpt, vocab_size):
     if cfg.sample_tokens and not cfg.eval_only and not is_task(cfg.dataset):
         model.init_cache(1, 1)                  # a model without a cache says so before it trains
     return model
-
-
-def set_budget(cfg, model):
-    """Set max_steps if max_flops is given. Raise UserError if it is less than one step. (If a run
-    is resumed with steps of another size, its earlier steps count as if they had this size.)"""
-    # costs[r] is the FLOPs of a step in which r loops run. With loop_warmup the first steps run one
-    # loop, and loop_starts says when further ones begin. A model without loops counts as one loop.
-    costs = [0.0]
-    for loops in range(getattr(model.cfg, "n_loop", 1)):
-        model.training_loops = loops + 1
-        costs.append(tokens_per_step(cfg, model) * model.flops_per_token())
-    if 0 < cfg.max_flops < costs[1]:
-        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {costs[1]:.3g} "
-                        f"floating-point operations")
-
-    def of_run(max_steps):
-        """Return the FLOPs of a run of max_steps. The cost of a loop is added from the step at
-        which it begins."""
-        return sum((costs[r] - costs[r - 1]) * max(0, max_steps - start)
-                   for r, start in enumerate(loop_starts(model.cfg, max_steps), 1))
-    if cfg.max_flops:                           # a checkpoint holds no int above 2**62
-        steps = bisect.bisect_right(range(2**62), cfg.max_flops, key=of_run) - 1
-        cfg.max_steps = max(1, steps)
-
-
-def load_teacher(cfg, model, data):
-    """Return the model that teacher= names, in eval mode, or None. Raise UserError if its tokens
-    are not the data's, if it reads shorter sequences, or if it stands in the run's own folder,
-    where the student would replace it."""
-    if not cfg.teacher or cfg.eval_only:
-        return None
-    path, own = Path(cfg.teacher).resolve(), cfg.folder.resolve()
-    if own in (path, *path.parents):
-        raise UserError(f"teacher={cfg.teacher} is in the folder of the run itself, whose weights "
-                        f"take its place: run=NAME names another folder")
-    ckpt = load_initial(cfg.teacher, "teacher")
-    check_tokenizer(ckpt, data, f"teacher={cfg.teacher}")
-    teacher = build_model(ckpt).eval().requires_grad_(False)
-    size, limit = teacher.cfg.vocab_size, teacher.context_limit or math.inf
-    V, T = model.cfg.vocab_size, model.cfg.block_size
-    if size != V or limit < T:
-        raise UserError(f"teacher={cfg.teacher} has vocab_size={size} and takes {limit} tokens, "
-                        f"but the model has vocab_size={V} and block_size={T}")
-    return teacher.to(next(model.parameters()).device)
 
 
 def prepare_forward(cfg, model, procs):
@@ -666,95 +588,6 @@ def restore(run, ckpt):
     if run.step >= run.cfg.max_steps:
         note(f"nothing is left to train: the checkpoint is of step {run.step}, and "
              f"max_steps={run.cfg.max_steps}")
-
-
-# ---- log.jsonl, one object a line ----
-
-SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
-
-
-class Log:
-    """A Log writes log.jsonl and the progress bar, or lines on stderr in the bar's place. Only the
-    first process has one. A resumed run drops the lines after its checkpoint, which a killed run
-    may have written. On known GPUs the lines have mfu (model FLOPs utilization), the fraction of
-    the GPUs' peak that the model's FLOPs reach."""
-
-    def __init__(self, run):
-        self.run, self.path = run, run.folder / "log.jsonl"
-        rows = read_log(self.path) if run.step else []
-        rows = [row for row in rows
-                if row["step"] <= (run.step if "lr" in row else run.evaluated)]
-        replace_file(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
-        self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
-        # None disables the bar if stderr is no terminal. Some terminals have no columns to show it.
-        self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step",
-                        disable=no_columns() or None, dynamic_ncols=True, file=sys.stderr)
-        self.lap = time.perf_counter(), run.tokens              # since the last line of the log
-        self.told = time.perf_counter(), run.tokens, run.step   # since the last sign of life
-        self.torn = ""          # a line break after a line that could not be written whole
-        # All GPUs together do `peak` operations a second at most. Products of float32 use TF32.
-        # peak is None for an unknown GPU or a CPU.
-        peaks, part = gpu_peaks(run.procs.device), 1 if run.procs.precision == "bfloat16" else 0.5
-        self.peak = peaks and run.procs.world * part * peaks[0]
-
-    def step(self, logged, write):
-        """Count a training step that is done. If `write`, a line of the log tells its values."""
-        self.bar.update()
-        self.sign_of_life(logged["ce"])
-        if not write:
-            return
-        start, tokens = self.lap
-        rate = (self.run.tokens - tokens) / (time.perf_counter() - start)
-        values = {**logged, "tokens_per_second": round(rate, 1)}
-        if self.peak:
-            values["mfu"] = round(rate * self.run.model.flops_per_token() / self.peak, 4)
-        if not self.run.task:
-            values["bpb"] = bits_per_byte(logged["ce"], self.run.batches.train)
-        self.write(values)
-        self.bar.set_postfix_str(f"ce {logged['ce']:.3f}, {rate / 1000:.1f}k tokens/s")
-
-    def sign_of_life(self, ce):
-        """Print a line now and then if there is no progress bar."""
-        run, now, (start, tokens, step) = self.run, time.perf_counter(), self.told
-        if self.bar.disable and now - start >= SIGN_OF_LIFE:
-            left = (run.cfg.max_steps - run.step) * (now - start) / (run.step - step)
-            say(f"step {run.step:,} of {run.cfg.max_steps:,}: ce {ce:.3f}, "
-                f"{(run.tokens - tokens) / (now - start) / 1000:.1f}k tokens/s, "
-                f"{tqdm.format_interval(left)} left", sys.stderr)
-            self.told = now, run.tokens, run.step
-
-    def evaluation(self, result, best):
-        self.write(result)
-        with self.bar.external_write_mode(file=sys.stdout):
-            say(f"step {self.run.step}: {in_words(result)}{' (best)' * best}")
-
-    def write(self, values):
-        row = {"step": self.run.step, "tokens": self.run.tokens, "flops": self.run.flops,
-               "seconds": round(time.perf_counter() - self.start, 3), **values}
-        try:
-            with open(self.path, "a") as f:
-                f.write(f"{self.torn}{json.dumps(row)}\n")
-            self.torn = ""
-        except OSError as e:    # a full disk may have room again when the run is saved
-            if not self.torn:
-                note(f"{self.path} cannot be written ({e.strerror}); the run goes on")
-            self.torn = "\n"
-        self.lap = time.perf_counter(), self.run.tokens     # evaluations are not training time
-
-
-def no_columns():
-    """Return whether stderr is a terminal without columns, as some containers have it."""
-    with contextlib.suppress(OSError, ValueError):
-        return os.get_terminal_size(sys.stderr.fileno()).columns == 0
-    return False
-
-
-def in_words(result):
-    """Return the line that is printed about an evaluation. val_ce is missing if it is not
-    finite."""
-    words = [] if "val_ce" in result else ["val ce not finite"]
-    words += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items()]
-    return ", ".join(words)
 
 
 # ---- the command line ----

@@ -12,6 +12,7 @@ and verified when it is read. It can be exported:
 import contextlib
 import hashlib
 import json
+import math
 import mmap
 import os
 import warnings
@@ -186,6 +187,27 @@ def load_initial(path, option="init_from"):
         raise UserError(f"{option}={path}: {first_line(e)}") from e
     return {"model": "gpt", "model_config": asdict(model.cfg), "weights": model.state_dict(),
             "step": 0}
+
+
+def load_teacher(cfg, model, data):
+    """Return the model that teacher= names, in eval mode, or None. Raise UserError if its tokens
+    are not the data's, if it reads shorter sequences, or if it stands in the run's own folder,
+    where the student would replace it."""
+    if not cfg.teacher or cfg.eval_only:
+        return None
+    path, own = Path(cfg.teacher).resolve(), cfg.folder.resolve()
+    if own in (path, *path.parents):
+        raise UserError(f"teacher={cfg.teacher} is in the folder of the run itself, whose weights "
+                        f"take its place: run=NAME names another folder")
+    ckpt = load_initial(cfg.teacher, "teacher")
+    check_tokenizer(ckpt, data, f"teacher={cfg.teacher}")
+    teacher = build_model(ckpt).eval().requires_grad_(False)
+    size, limit = teacher.cfg.vocab_size, teacher.context_limit or math.inf
+    V, T = model.cfg.vocab_size, model.cfg.block_size
+    if size != V or limit < T:
+        raise UserError(f"teacher={cfg.teacher} has vocab_size={size} and takes {limit} tokens, "
+                        f"but the model has vocab_size={V} and block_size={T}")
+    return teacher.to(next(model.parameters()).device)
 
 
 def check_tokenizer(ckpt, data, what):

@@ -6,6 +6,7 @@ or a part of the CPU.
 import contextlib
 import importlib.util
 import os
+import signal
 import sys
 
 import torch
@@ -158,3 +159,27 @@ class Processes:
             # that the process can end without a shutdown.
             sys.stdout.flush()
             os._exit(0)
+
+
+@contextlib.contextmanager
+def stop_request():
+    """Yield a list of signals. It is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed)
+    asks for a stop after the current step. Further signals change nothing, because timeout,
+    torchrun and schedulers send several, and the state is to be saved. SIGKILL ends a step at once.
+    A signal that was ignored at the start, as SIGHUP is under nohup, stays ignored."""
+    asked = []
+
+    def ask(sig, frame):
+        if not asked and os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):      # print may not be called in a handler
+                os.write(2, b"\nstopping after this step\n")
+        asked.append(sig)
+    known = [getattr(signal, name, None) for name in ("SIGTERM", "SIGINT", "SIGHUP")]
+    heard = [sig for sig in known       # Windows has no SIGHUP
+             if sig is not None and signal.getsignal(sig) != signal.SIG_IGN]
+    handlers = {sig: signal.signal(sig, ask) for sig in heard}
+    try:
+        yield asked
+    finally:
+        for sig, handler in handlers.items():
+            signal.signal(sig, handler)

@@ -5,6 +5,7 @@ for the matrices of the blocks and AdamW for the rest.
 parameter_groups puts each parameter into one group, and make_optimizers makes the optimizers of the
 groups. set_schedules sets learning rate, weight decay and momentum of a group before each update.
 """
+import bisect
 import math
 
 import torch
@@ -239,3 +240,31 @@ def loop_starts(model_cfg, max_steps):
     R = getattr(model_cfg, "n_loop", 1)
     warmup = getattr(model_cfg, "loop_warmup", 0.0) * max_steps
     return [math.ceil(warmup * r / max(1, R - 1)) for r in range(R)]
+
+
+def set_budget(cfg, model):
+    """Set max_steps if max_flops is given. Raise UserError if it is less than one step. (If a run
+    is resumed with steps of another size, its earlier steps count as if they had this size.)"""
+    # costs[r] is the FLOPs of a step in which r loops run. With loop_warmup the first steps run one
+    # loop, and loop_starts says when further ones begin. A model without loops counts as one loop.
+    costs = [0.0]
+    for loops in range(getattr(model.cfg, "n_loop", 1)):
+        model.training_loops = loops + 1
+        costs.append(tokens_per_step(cfg, model) * model.flops_per_token())
+    if 0 < cfg.max_flops < costs[1]:
+        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {costs[1]:.3g} "
+                        f"floating-point operations")
+
+    def of_run(max_steps):
+        """Return the FLOPs of a run of max_steps. The cost of a loop is added from the step at
+        which it begins."""
+        return sum((costs[r] - costs[r - 1]) * max(0, max_steps - start)
+                   for r, start in enumerate(loop_starts(model.cfg, max_steps), 1))
+    if cfg.max_flops:                           # a checkpoint holds no int above 2**62
+        steps = bisect.bisect_right(range(2**62), cfg.max_flops, key=of_run) - 1
+        cfg.max_steps = max(1, steps)
+
+
+def tokens_per_step(cfg, model):
+    """Return the number of tokens of one optimizer step, over all processes."""
+    return cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size

@@ -1,0 +1,101 @@
+"""
+The log of a training run: log.jsonl with one object a line, and what a terminal shows of it.
+"""
+import contextlib
+import json
+import os
+import sys
+import time
+
+from tqdm import tqdm
+
+from common.checkpoint import read_log
+from common.data import bits_per_byte
+from common.device import gpu_peaks
+from common.options import note, replace_file, say
+
+SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
+
+
+class Log:
+    """A Log writes log.jsonl and the progress bar, or lines on stderr in the bar's place. Only the
+    first process has one. A resumed run drops the lines after its checkpoint, which a killed run
+    may have written. On known GPUs the lines have mfu (model FLOPs utilization), the fraction of
+    the GPUs' peak that the model's FLOPs reach."""
+
+    def __init__(self, run):
+        self.run, self.path = run, run.folder / "log.jsonl"
+        rows = read_log(self.path) if run.step else []
+        rows = [row for row in rows
+                if row["step"] <= (run.step if "lr" in row else run.evaluated)]
+        replace_file(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
+        # None disables the bar if stderr is no terminal. Some terminals have no columns to show it.
+        self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step",
+                        disable=no_columns() or None, dynamic_ncols=True, file=sys.stderr)
+        self.lap = time.perf_counter(), run.tokens              # since the last line of the log
+        self.told = time.perf_counter(), run.tokens, run.step   # since the last sign of life
+        self.torn = ""          # a line break after a line that could not be written whole
+        # All GPUs together do `peak` operations a second at most. Products of float32 use TF32.
+        # peak is None for an unknown GPU or a CPU.
+        peaks, part = gpu_peaks(run.procs.device), 1 if run.procs.precision == "bfloat16" else 0.5
+        self.peak = peaks and run.procs.world * part * peaks[0]
+
+    def step(self, logged, write):
+        """Count a training step that is done. If `write`, a line of the log tells its values."""
+        self.bar.update()
+        self.sign_of_life(logged["ce"])
+        if not write:
+            return
+        start, tokens = self.lap
+        rate = (self.run.tokens - tokens) / (time.perf_counter() - start)
+        values = {**logged, "tokens_per_second": round(rate, 1)}
+        if self.peak:
+            values["mfu"] = round(rate * self.run.model.flops_per_token() / self.peak, 4)
+        if not self.run.task:
+            values["bpb"] = bits_per_byte(logged["ce"], self.run.batches.train)
+        self.write(values)
+        self.bar.set_postfix_str(f"ce {logged['ce']:.3f}, {rate / 1000:.1f}k tokens/s")
+
+    def sign_of_life(self, ce):
+        """Print a line now and then if there is no progress bar."""
+        run, now, (start, tokens, step) = self.run, time.perf_counter(), self.told
+        if self.bar.disable and now - start >= SIGN_OF_LIFE:
+            left = (run.cfg.max_steps - run.step) * (now - start) / (run.step - step)
+            say(f"step {run.step:,} of {run.cfg.max_steps:,}: ce {ce:.3f}, "
+                f"{(run.tokens - tokens) / (now - start) / 1000:.1f}k tokens/s, "
+                f"{tqdm.format_interval(left)} left", sys.stderr)
+            self.told = now, run.tokens, run.step
+
+    def evaluation(self, result, best):
+        self.write(result)
+        with self.bar.external_write_mode(file=sys.stdout):
+            say(f"step {self.run.step}: {in_words(result)}{' (best)' * best}")
+
+    def write(self, values):
+        row = {"step": self.run.step, "tokens": self.run.tokens, "flops": self.run.flops,
+               "seconds": round(time.perf_counter() - self.start, 3), **values}
+        try:
+            with open(self.path, "a") as f:
+                f.write(f"{self.torn}{json.dumps(row)}\n")
+            self.torn = ""
+        except OSError as e:    # a full disk may have room again when the run is saved
+            if not self.torn:
+                note(f"{self.path} cannot be written ({e.strerror}); the run goes on")
+            self.torn = "\n"
+        self.lap = time.perf_counter(), self.run.tokens     # evaluations are not training time
+
+
+def no_columns():
+    """Return whether stderr is a terminal without columns, as some containers have it."""
+    with contextlib.suppress(OSError, ValueError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns == 0
+    return False
+
+
+def in_words(result):
+    """Return the line that is printed about an evaluation. val_ce is missing if it is not
+    finite."""
+    words = [] if "val_ce" in result else ["val ce not finite"]
+    words += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items()]
+    return ", ".join(words)
