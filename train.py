@@ -232,6 +232,131 @@ def clear_gradients(run):
         run.model.zero_grad(set_to_none=True)
 
 
+# ---- evaluation ----
+
+@torch.no_grad()
+def evaluate(run):
+    """Return the mean cross-entropy of the validation data in nats a token, and bits per byte. A
+    task has no bits per byte, but the fractions of scored tokens and of rows that are right.
+
+    In eval mode a model computes exactly what it computes when it decodes. A model that has
+    `estimate` (LRT) also estimates the cross-entropy by its faster training path. It does so on all
+    batches, and computes the exact figures on exact_batches of them. val_gap is the exact
+    cross-entropy minus the estimate, on the batches that have both."""
+    model, procs = run.model.eval(), run.procs
+    batches = run.batches.val_batches(run.cfg.eval_batches)
+    n, wanted = len(batches), run.cfg.exact_batches
+    exact = set(np.linspace(0, n - 1, wanted).astype(int) if 0 < wanted < n else range(n))
+    names = ["ce", *getattr(model, "eval_metrics", ())]
+    names += ["token_accuracy", "sequence_accuracy", "ce_estimate", "gap"]
+    totals, counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+    with gathered(run.model):                   # each process needs all weights
+        for i in range(procs.rank, n, procs.world):
+            x, y = (to_device(z, run) for z in run.batches.cut(run.batches.val, batches[i]))
+            with procs.autocast:
+                for name, total, count in figures(run, x, y, i in exact):
+                    totals[name] += total
+                    counts[name] += count
+    summed = zip(names, procs.sum(*totals.values()), procs.sum(*counts.values()))
+    means = {f"val_{name}": total / count for name, total, count in summed if count}
+    if not run.task:
+        means["val_bpb"] = bits_per_byte(means["val_ce"], run.batches.val)
+    return means
+
+
+def figures(run, x, y, exact):
+    """Yield the figures of a batch, each as a name, a sum, and how many values are in the sum."""
+    model, tokens = run.model, int((y != -1).sum())
+    estimate = model.estimate(x, y) if hasattr(model, "estimate") else None
+    if estimate is not None:
+        yield "ce_estimate", float(estimate) * tokens, tokens
+        if not exact:
+            return
+    logits, _, aux = model(x, y)
+    for name in ("ce", *getattr(model, "eval_metrics", ())):
+        yield name, float(aux[name]) * tokens, tokens
+    if estimate is not None:
+        yield "gap", float(aux["ce"]) * tokens - float(estimate) * tokens, tokens
+    if run.task:
+        right_tokens, right_rows = count_right(logits, y)
+        yield "token_accuracy", int(right_tokens), tokens
+        yield "sequence_accuracy", int(right_rows), len(y)
+
+
+# ---- saving ----
+
+# A run's folder has these files. A file that is being written has .tmp at the end of its name.
+OURS = re.compile(r"(ckpt|best|step_[0-9]+)\.pt|log\.jsonl|curves\.png")
+COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
+# Validation losses can be compared if all of these are the same.
+MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "block_size",
+           "exit_loop")
+
+
+def save_and_evaluate(run):
+    """Save the state, evaluate it, and save it as best.pt if its loss is the best. A run that is
+    killed in the evaluation evaluates again, with the same result, when it is resumed."""
+    save(run, "ckpt.pt")
+    result = evaluate(run)
+    ce = result["val_ce"]
+    # LRT's exact chain may overflow while its estimate is finite. Further training may mend that.
+    result = {name: value for name, value in result.items() if math.isfinite(value)}
+    if not {"val_ce", "val_ce_estimate"} & result.keys():
+        raise UserError(f"val_ce is {ce} at step {run.step}: the run stops, and best.pt stays")
+    best = ce < run.best_ce
+    run.evaluated, run.best_ce = run.step, min(run.best_ce, ce)
+    if best:
+        save(run, "best.pt")
+    if run.log:
+        run.log.evaluation(result, best)
+
+
+def save(run, name):
+    """Save the state as the file `name`. Raise UserError if a weight is not finite, so that the
+    last good checkpoint stays."""
+    saved = state(run)                          # all processes take part, if weights are sharded
+    with run.procs.together():
+        if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):
+            raise UserError(f"a weight is not finite at step {run.step}: the run stops, {KEPT}")
+        if run.procs.master:
+            save_checkpoint(run.folder / name, saved)
+
+
+def state(run):
+    """Return all that a resumed run needs, as tensors and plain values. This includes no state of a
+    random number generator, because a step seeds its forward passes itself."""
+    return {"model": run.cfg.model,
+            "config": asdict(run.cfg), "model_config": asdict(run.model.cfg),
+            "tokenizer": run.batches.train.tokenizer.to_dict(),
+            "weights": whole(run.model.state_dict()),
+            "optimizers": [whole(optimizer.state_dict()) for optimizer in run.optimizers],
+            **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint,
+            "precision": run.procs.precision}
+
+
+def restore(run, ckpt):
+    """Go on from the state of a checkpoint. The model has its weights already."""
+    for name in COUNTED:
+        setattr(run, name, ckpt[name])
+    now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint,
+           "precision": run.procs.precision}
+    was = {**ckpt["config"], **ckpt["model_config"], **ckpt}    # an older checkpoint has less
+    # If an evaluation reads all of the text, batch_size does not change what it measures.
+    partial = run.cfg.eval_batches or run.cfg.exact_batches
+    if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
+                 and (partial or name != "batch_size")]:
+        note(f"the checkpoint's losses were measured with another {', '.join(other)}: the best "
+             f"loss is forgotten, and the next evaluation replaces best.pt")
+        run.best_ce = math.inf
+    try:
+        load_optimizers(run.optimizers, ckpt["optimizers"], run.step, run.cfg)
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as e:
+        raise UserError(f"resume: the checkpoint does not fit: {first_line(e)}") from e
+    if run.step >= run.cfg.max_steps:
+        note(f"nothing is left to train: the checkpoint is of step {run.step}, and "
+             f"max_steps={run.cfg.max_steps}")
+
+
 # ---- set-up ----
 
 def setup(argv):
@@ -463,131 +588,6 @@ def describe(run):
         say(f"{cfg.max_steps:,} steps of {tokens_per_step(cfg, model):,} tokens on "
             f"{device_name(procs.device)}, {procs.world} process{'es' * (procs.world > 1)}"
             + f"; going on from step {run.step}" * (run.step > 0))
-
-
-# ---- evaluation ----
-
-@torch.no_grad()
-def evaluate(run):
-    """Return the mean cross-entropy of the validation data in nats a token, and bits per byte. A
-    task has no bits per byte, but the fractions of scored tokens and of rows that are right.
-
-    In eval mode a model computes exactly what it computes when it decodes. A model that has
-    `estimate` (LRT) also estimates the cross-entropy by its faster training path. It does so on all
-    batches, and computes the exact figures on exact_batches of them. val_gap is the exact
-    cross-entropy minus the estimate, on the batches that have both."""
-    model, procs = run.model.eval(), run.procs
-    batches = run.batches.val_batches(run.cfg.eval_batches)
-    n, wanted = len(batches), run.cfg.exact_batches
-    exact = set(np.linspace(0, n - 1, wanted).astype(int) if 0 < wanted < n else range(n))
-    names = ["ce", *getattr(model, "eval_metrics", ())]
-    names += ["token_accuracy", "sequence_accuracy", "ce_estimate", "gap"]
-    totals, counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
-    with gathered(run.model):                   # each process needs all weights
-        for i in range(procs.rank, n, procs.world):
-            x, y = (to_device(z, run) for z in run.batches.cut(run.batches.val, batches[i]))
-            with procs.autocast:
-                for name, total, count in figures(run, x, y, i in exact):
-                    totals[name] += total
-                    counts[name] += count
-    summed = zip(names, procs.sum(*totals.values()), procs.sum(*counts.values()))
-    means = {f"val_{name}": total / count for name, total, count in summed if count}
-    if not run.task:
-        means["val_bpb"] = bits_per_byte(means["val_ce"], run.batches.val)
-    return means
-
-
-def figures(run, x, y, exact):
-    """Yield the figures of a batch, each as a name, a sum, and how many values are in the sum."""
-    model, tokens = run.model, int((y != -1).sum())
-    estimate = model.estimate(x, y) if hasattr(model, "estimate") else None
-    if estimate is not None:
-        yield "ce_estimate", float(estimate) * tokens, tokens
-        if not exact:
-            return
-    logits, _, aux = model(x, y)
-    for name in ("ce", *getattr(model, "eval_metrics", ())):
-        yield name, float(aux[name]) * tokens, tokens
-    if estimate is not None:
-        yield "gap", float(aux["ce"]) * tokens - float(estimate) * tokens, tokens
-    if run.task:
-        right_tokens, right_rows = count_right(logits, y)
-        yield "token_accuracy", int(right_tokens), tokens
-        yield "sequence_accuracy", int(right_rows), len(y)
-
-
-# ---- saving ----
-
-# A run's folder has these files. A file that is being written has .tmp at the end of its name.
-OURS = re.compile(r"(ckpt|best|step_[0-9]+)\.pt|log\.jsonl|curves\.png")
-COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
-# Validation losses can be compared if all of these are the same.
-MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "block_size",
-           "exit_loop")
-
-
-def save_and_evaluate(run):
-    """Save the state, evaluate it, and save it as best.pt if its loss is the best. A run that is
-    killed in the evaluation evaluates again, with the same result, when it is resumed."""
-    save(run, "ckpt.pt")
-    result = evaluate(run)
-    ce = result["val_ce"]
-    # LRT's exact chain may overflow while its estimate is finite. Further training may mend that.
-    result = {name: value for name, value in result.items() if math.isfinite(value)}
-    if not {"val_ce", "val_ce_estimate"} & result.keys():
-        raise UserError(f"val_ce is {ce} at step {run.step}: the run stops, and best.pt stays")
-    best = ce < run.best_ce
-    run.evaluated, run.best_ce = run.step, min(run.best_ce, ce)
-    if best:
-        save(run, "best.pt")
-    if run.log:
-        run.log.evaluation(result, best)
-
-
-def save(run, name):
-    """Save the state as the file `name`. Raise UserError if a weight is not finite, so that the
-    last good checkpoint stays."""
-    saved = state(run)                          # all processes take part, if weights are sharded
-    with run.procs.together():
-        if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):
-            raise UserError(f"a weight is not finite at step {run.step}: the run stops, {KEPT}")
-        if run.procs.master:
-            save_checkpoint(run.folder / name, saved)
-
-
-def state(run):
-    """Return all that a resumed run needs, as tensors and plain values. This includes no state of a
-    random number generator, because a step seeds its forward passes itself."""
-    return {"model": run.cfg.model,
-            "config": asdict(run.cfg), "model_config": asdict(run.model.cfg),
-            "tokenizer": run.batches.train.tokenizer.to_dict(),
-            "weights": whole(run.model.state_dict()),
-            "optimizers": [whole(optimizer.state_dict()) for optimizer in run.optimizers],
-            **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint,
-            "precision": run.procs.precision}
-
-
-def restore(run, ckpt):
-    """Go on from the state of a checkpoint. The model has its weights already."""
-    for name in COUNTED:
-        setattr(run, name, ckpt[name])
-    now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint,
-           "precision": run.procs.precision}
-    was = {**ckpt["config"], **ckpt["model_config"], **ckpt}    # an older checkpoint has less
-    # If an evaluation reads all of the text, batch_size does not change what it measures.
-    partial = run.cfg.eval_batches or run.cfg.exact_batches
-    if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
-                 and (partial or name != "batch_size")]:
-        note(f"the checkpoint's losses were measured with another {', '.join(other)}: the best "
-             f"loss is forgotten, and the next evaluation replaces best.pt")
-        run.best_ce = math.inf
-    try:
-        load_optimizers(run.optimizers, ckpt["optimizers"], run.step, run.cfg)
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as e:
-        raise UserError(f"resume: the checkpoint does not fit: {first_line(e)}") from e
-    if run.step >= run.cfg.max_steps:
-        note(f"nothing is left to train: the checkpoint is of step {run.step}, and "
-             f"max_steps={run.cfg.max_steps}")
 
 
 # ---- the command line ----
