@@ -302,7 +302,8 @@ def save_and_evaluate(run):
     # LRT's exact chain may overflow while its estimate is finite. Further training may mend that.
     result = {name: value for name, value in result.items() if math.isfinite(value)}
     if not {"val_ce", "val_ce_estimate"} & result.keys():
-        raise UserError(f"val_ce is {ce} at step {run.step}: the run stops, and best.pt stays")
+        raise UserError(f"val_ce is {ce} at step {run.step}: the run stops. If there is "
+                        f"a best.pt, it has the weights of the best evaluation")
     best = ce < run.best_ce
     run.evaluated, run.best_ce = run.step, min(run.best_ce, ce)
     if best:
