@@ -9,7 +9,7 @@ from torch import nn
 
 import runs
 import train
-from common import checkpoint, optim
+from common import checkpoint, log, optim
 from conftest import MODELS, ROOT, python, tiny
 from model_gpt import RMSNorm
 from lab.bench import Counting
@@ -98,7 +98,7 @@ def test_the_loss_falls_by_a_nat(name, tmp_path, data_dir):
     run = runs.run(name, tmp_path, data_dir, "max_steps=60", "learning_rate=1e-2", "n_embd=64", "batch_size=4")
     ce = logged(run, "ce")
     assert ce[-1] < ce[0] - 1
-    assert -0.1 <= ce[0] - math.log(257) <= 1, "the first loss is not that of a uniform guess"
+    assert -0.2 <= ce[0] - math.log(257) <= 1, "the first loss is not that of a uniform guess"
 
 
 def initial_std(name, part, p):
@@ -191,7 +191,7 @@ def test_tokens_per_second_is_the_clocks(tmp_path, data_dir, monkeypatch):
     tokens, so that 64 tokens a second are logged."""
     run = setup("gpt", tmp_path, data_dir, "max_steps=4", "eval_interval=2")
     now = [run.log.lap[0]]
-    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     for name, seconds in ("train_step", 0.5), ("evaluate", 10.0):
         def later(*given, function=getattr(train, name), seconds=seconds):
             now[0] += seconds

@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import torch
 
-from common import checkpoint
+from common import checkpoint, options
 import runs
 import train
 from common.options import UserError, unlock
@@ -30,7 +30,7 @@ def child(out, data_dir, *more, die_at=None):
 
 def finish(out, data_dir, *more):
     """Resume or start until the run is done, and return the fingerprint that it ends with."""
-    p = child(out, data_dir, *more, *["resume=true"] * checkpoint.newest(out / "r").exists())
+    p = child(out, data_dir, *more, *["resume=true"] * (out / "r" / "ckpt.pt").exists())
     p.join()
     assert p.exitcode == 0
     assert not list(out.rglob("*.tmp"))
@@ -48,13 +48,6 @@ def test_kill_at_random_moments(tmp_path, data_dir, pytestconfig):
             progress.add(checkpoint.load_checkpoint(file)["step"])  # the file is whole, whenever the process was killed
         assert finish(out, data_dir, long) == whole
     assert len(progress) > 2, "the kills did not fall into the run"
-
-
-def test_a_kill_before_the_last_rename(whole, tmp_path, data_dir):
-    """The last state is there as pending.pt, so that nothing is left to train or to evaluate."""
-    finish(tmp_path, data_dir)
-    os.replace(tmp_path / "r" / "ckpt.pt", tmp_path / "r" / "pending.pt")
-    assert finish(tmp_path, data_dir) == whole and not (tmp_path / "r" / "pending.pt").exists()
 
 
 @pytest.mark.parametrize("die_at", [
@@ -160,68 +153,25 @@ def broken(*given):
 
 
 def contents(folder):
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != train.NEW_LOG}
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
-def test_an_older_run_stays_until_it_is_replaced(tmp_path, data_dir, monkeypatch):
-    """overwrite=true ends before the first save in several ways, and the older files are all there. The first save
-    replaces them all, the log and step_*.pt too, and no file of the user's."""
+def test_an_older_run_is_replaced_as_a_whole(tmp_path, data_dir, monkeypatch):
+    """Its files stay if overwrite=true ends before the first step. Then they all go, the log and step_*.pt too, but no
+    file of the user's."""
     old = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "keep_interval=2")
     (old.folder / "curves.png").write_bytes(b"picture")
     (old.folder / "notes.tmp").write_text("a user's own")
-    before, more = contents(old.folder), ["overwrite=true", "keep_interval=5"]
-    assert {"best.pt", "step_2.pt", "log.jsonl"} < before.keys()
-
-    def fails(*options, error=UserError, **patches):
-        with monkeypatch.context() as patch, pytest.raises(error):
-            for name, value in patches.items():
-                patch.setattr(train, name, value)
-            runs.run("gpt", tmp_path, data_dir, *more, *options)
-        unlock(old.folder)
-        assert contents(old.folder) == before
-    os.replace(old.folder / "ckpt.pt", old.folder / "pending.pt")       # as if killed in its first evaluation
-    fails("eval_interval=1", evaluate=lambda run: {"val_ce": float("nan")})
-    fails("learning_rate=1e30", "grad_clip=0")
-    fails(error=OSError, save_checkpoint=broken)
-    fails(error=OSError, forward_backward=broken)
-    assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6         # the older run goes on
-    assert not (old.folder / train.NEW_LOG).exists()
-    new = runs.run("gpt", tmp_path, data_dir, *more, "seed=5", stop_after=5)
-    rows = checkpoint.read_log(new.folder / "log.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    (old.folder / "ckpt.pt.tmp").write_text("half written")
+    before = contents(old.folder)
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(train, "micro_step", broken)
+        runs.run("gpt", tmp_path, data_dir, "overwrite=true")
+    assert contents(old.folder) == before
+    new = runs.run("gpt", tmp_path, data_dir, "overwrite=true", "keep_interval=5", "seed=5", stop_after=5)
+    assert [row["step"] for row in checkpoint.read_log(new.folder / "log.jsonl")] == [1, 2, 3, 4, 5]
     assert contents(new.folder).keys() == {"ckpt.pt", "step_5.pt", "log.jsonl", "notes.tmp"}
     assert checkpoint.load_checkpoint(new.folder)["config"]["seed"] == 5
-
-
-def test_two_runs_that_die_before_they_replace_an_older_one(tmp_path, data_dir, monkeypatch):
-    """The second run dies in its first evaluation, and the third one before it. The second run goes on then, with its own
-    log."""
-    def losses(run):
-        return [row["ce"] for row in checkpoint.read_log(run.folder / "log.jsonl") if "ce" in row]
-    second = losses(runs.run("gpt", tmp_path / "second", data_dir, "seed=5"))
-    runs.run("gpt", tmp_path, data_dir)
-    for seed, dies in (5, "evaluate"), (6, "forward_backward"):
-        with monkeypatch.context() as patch, pytest.raises(OSError):
-            patch.setattr(train, dies, broken)
-            runs.run("gpt", tmp_path, data_dir, "overwrite=true", f"seed={seed}", "eval_interval=4")
-        unlock(tmp_path / "r")
-    assert losses(runs.run("gpt", tmp_path, data_dir, "resume=true")) == second
-
-
-@pytest.mark.parametrize("die_at", [
-    pytest.param((call, n), marks=[pytest.mark.full] * (call != "unlink" and n < 4), id=f"{call}-{n}")
-    for call, n in (("unlink", 3), ("replace", 3), ("replace!", 3), ("replace", 4), ("replace!", 4))])
-def test_kill_while_an_older_run_is_replaced(whole, tmp_path, data_dir, die_at):
-    """The folder holds the older run, or the new one with its own log. resume=true ends as it would without the
-    kill."""
-    runs.run("gpt", tmp_path, data_dir, "seed=5", "eval_interval=2", "keep_interval=2", "max_steps=4")
-    p = child(tmp_path, data_dir, "overwrite=true", die_at=die_at)
-    p.join()
-    assert p.exitcode == -signal.SIGKILL
-    assert checkpoint.load_checkpoint(tmp_path / "r")["config"]["seed"] == 1337
-    assert finish(tmp_path, data_dir) == whole
-    assert len(checkpoint.read_log(tmp_path / "r" / "log.jsonl")) == 12
-    assert not {"step_2.pt", "step_4.pt", train.NEW_LOG} & contents(tmp_path / "r").keys()
 
 
 @pytest.mark.parametrize("dies, files", [(3, {"ckpt.pt", "step_2.pt"}), (5, {"ckpt.pt", "step_2.pt", "step_4.pt"})])
@@ -230,8 +180,6 @@ def test_a_run_that_dies_between_evaluations(dies, files, tmp_path, data_dir, mo
     where it has no val_ce."""
     def deadly(run, whole=train.forward_backward):
         return whole(run) if run.step != dies else broken()
-    if dies == 5:
-        monkeypatch.setattr(os, "link", broken)     # as on a file system without links
     monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": float("nan"), "val_ce_estimate": 1.0})
     keys = "gpt", tmp_path, data_dir, "keep_interval=2", "eval_interval=3"
     with monkeypatch.context() as patch, pytest.raises(OSError):
@@ -250,18 +198,17 @@ def test_a_run_that_dies_between_evaluations(dies, files, tmp_path, data_dir, mo
     assert last["step"] == last["evaluated"] == 6       # a longer run that starts here has its evaluation
 
 
-def test_a_run_that_has_saved_meanwhile_is_not_resumed(tmp_path, data_dir, monkeypatch):
-    """The run saves once more after a second job has read its checkpoint."""
-    run = runs.run("gpt", tmp_path, data_dir)
+def test_a_folder_is_locked_before_its_checkpoint_is_read(tmp_path, data_dir, monkeypatch):
+    """Otherwise another job could save in between, and the run would go on from an older state."""
+    run, locked = runs.run("gpt", tmp_path, data_dir), []
 
-    def read_and_wait(start, load=train.load_start):
-        ckpt = load(start)
-        checkpoint.save_checkpoint(run.folder / "ckpt.pt", train.state(run))
-        return ckpt
-    monkeypatch.setattr(train, "load_start", read_and_wait)
-    with pytest.raises(UserError, match="another run has saved there meanwhile"):
-        train.setup(runs.arguments("gpt", tmp_path, data_dir, "resume=auto"))
-    unlock(run.folder)
+    def read(path, load=checkpoint.load_checkpoint):
+        locked.append(run.folder.absolute() in options.LOCKS)
+        return load(path)
+    monkeypatch.setattr(checkpoint, "load_checkpoint", read)
+    train.setup(runs.arguments("gpt", tmp_path, data_dir, "resume=auto"))
+    options.unlock(run.folder)
+    assert locked == [True]
 
 
 def test_full_disk_leaves_the_last_checkpoint(tmp_path, data_dir, monkeypatch):

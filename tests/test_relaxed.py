@@ -102,7 +102,7 @@ def test_the_distance_from_the_teacher():
 
 
 def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(data_dir, tmp_path):
-    """It teaches a second stage, early exit. (test_train.py resumes a run that has a teacher.)"""
+    """It teaches a second stage, early exit, which may be stopped and resumed."""
     gpt = runs.run("gpt", tmp_path / "gpt", data_dir, "n_layer=4", "max_steps=20", "learning_rate=1e-2").folder
     first = runs.run("relaxed", tmp_path / "first", data_dir, "n_layer=4", "rank=4", f"init_from={gpt}").folder
     options = [data_dir, "n_layer=4", "rank=4", f"init_from={first}", "early_exit=aggressive", "exit_loss=kl",
@@ -111,6 +111,8 @@ def test_the_teacher_stays_as_it_is_and_out_of_the_checkpoint(data_dir, tmp_path
     assert {"ce_loop1", "ce", "kd"} <= checkpoint.read_log(whole.folder / "log.jsonl")[0].keys()
     theirs = checkpoint.load_checkpoint(gpt / "ckpt.pt")["weights"]
     assert runs.fingerprint(dict(whole.teacher.state_dict())) == runs.fingerprint(theirs)
+    runs.run("relaxed", tmp_path, *options, stop_after=2)
+    assert runs.learned(runs.run("relaxed", tmp_path, *options[:1], "resume=true", f"teacher={gpt}")) == runs.learned(whole)
     assert not whole.teacher.training and train.state(whole)["weights"].keys() == whole.model.state_dict().keys()
 
 
