@@ -12,8 +12,8 @@ The trainer of every model. It runs as one process on a CPU or GPU, or through t
 The options are those of TrainConfig and of the chosen model's Config. common/options.py merges
 their defaults, a config file, a checkpoint and the command line. A single process makes a missing
 data set of local files itself. In all other cases prepare.py must make it first. out/<run>/
-receives ckpt.pt (the last state), best.pt (the state with the best validation loss), log.jsonl and
-curves.png. `step` counts completed optimizer steps.
+receives ckpt.pt (the state that was saved last), best.pt (the state with the best validation loss),
+step_N.pt (with keep_interval=), log.jsonl and curves.png. `step` counts completed optimizer steps.
 
 On a GPU, Python takes longer to launch the kernels of a small model than they take to run.
 compile=true, which is auto's choice there, lets torch.compile fuse kernels; this takes a minute or
@@ -40,13 +40,13 @@ import torch
 
 import graphs
 from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_start, load_teacher,
-                               read_log, save_checkpoint)
+                               read_log, save_checkpoint, time_of)
 from common.data import TextBatches, bits_per_byte, data_folder, is_task, open_data
 from common.device import Processes, compiles, device_name, stop_request
 from common.log import Log, in_words
 from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
-                            help_text, lock, merge, model_module, note, read_text, run_cli, say,
-                            split_args)
+                            help_text, is_inside, lock, merge, model_module, note, read_text,
+                            run_cli, say, split_args)
 from common.optim import (blocks_of, load_optimizers, loop_starts, lr_factor, make_optimizers,
                           set_budget, set_schedules, tokens_per_step)
 from common.sharded import gathered, shard, whole
@@ -73,8 +73,8 @@ class Run:
     step: int = 0           # completed optimizer steps
     tokens: int = 0         # trained on, over all processes
     flops: float = 0.0      # floating-point operations of these steps
-    evaluated: int = 0      # the step of the last evaluation
-    best_ce: float = math.inf
+    evaluated: int = 0      # `step` at the last evaluation
+    best_ce: float = math.inf   # validation loss of best.pt
 
     @property
     def folder(self):
@@ -90,27 +90,16 @@ class Run:
 def train(run):
     """Train to max_steps. Return True if the run has reached max_steps, and False if a signal has
     stopped it after a step. Then its state is saved."""
-    cfg = run.cfg
     with stop_request() as signals:
-        while run.step < cfg.max_steps:
-            # The evaluation comes before the step, because a run that was killed in its evaluation
-            # is resumed here.
-            if run.evaluated < run.step and run.step % cfg.eval_interval == 0:
-                save_and_evaluate(run)
+        evaluate_and_keep(run)      # a killed run may not have done it at the step where it goes on
+        while run.step < run.cfg.max_steps:
             logged, stopping = train_step(run, signals)
             if run.log:
-                run.log.step(logged, write=run.step % cfg.log_interval == 0 or stopping)
-            if cfg.keep_interval and run.step % cfg.keep_interval == 0:
-                if run.step % cfg.eval_interval == 0:
-                    save_and_evaluate(run)  # a state whose loss is not finite is not kept
-                save(run, "ckpt.pt")        # so that no step_N.pt is newer than ckpt.pt
-                save(run, f"step_{run.step}.pt")
+                run.log.step(logged, write=run.step % run.cfg.log_interval == 0 or stopping)
             if stopping:
                 save(run, "ckpt.pt")
                 return False
-        if run.evaluated < run.step:
-            save_and_evaluate(run)
-            save(run, "ckpt.pt")            # a longer run goes on from here, with this evaluation
+            evaluate_and_keep(run)
     return True
 
 
@@ -121,7 +110,8 @@ def train_step(run, signals):
     run.model.train()
     starts = loop_starts(run.model.cfg, run.cfg.max_steps)
     run.model.training_loops = sum(run.step >= start for start in starts)   # for models with loops
-    logged, stopping = clip_and_check(run, forward_backward(run), signals)
+    logged = forward_backward(run)
+    logged, stopping = clip_and_check(run, logged, signals)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             set_schedules(group, run.step, run.cfg)
@@ -157,7 +147,8 @@ def forward_backward(run):
             x, y = to_device(x, run), to_device(y, run)
             # The loss is the mean over the `count` targets of this micro-batch. The weight
             # count / total makes the micro-batches add up to the mean over the step's `total`
-            # targets. DDP and FSDP divide by `world`, so that it is multiplied by `world`.
+            # targets. DDP and FSDP average over the `world` processes. The weight is multiplied by
+            # `world`, because their sum is wanted.
             aux, right = one_batch(run, x, y, count / total * procs.world)
         values = {key: value * (count / total) for key, value in aux.items()}
         if run.task:
@@ -170,9 +161,9 @@ def forward_backward(run):
 
 
 def micro_step(run, x, y, weight):
-    """Add the gradients of weight * loss of a micro-batch to those of the parameters. Return aux,
-    {name: mean over the targets}, each of which is logged under its name, and for a task the
-    numbers of right tokens and rows, else ()."""
+    """Add the gradients of weight * loss of a micro-batch to those of the parameters. Return two
+    things. The first is aux, {name: mean over the targets}, which is logged. The second is, for a
+    task, the numbers of right tokens and rows, and otherwise ()."""
     with run.procs.autocast:
         logits, loss, aux = run.forward(x, y)
         if run.teacher is not None:
@@ -195,7 +186,8 @@ def distil(teacher, x, y, logits, loss, aux):
 
 def seed_forward(seed, step, index):
     """Seed the random numbers of a forward pass by (seed, step, micro-batch)."""
-    # The last word is 1, and tasks.py ends its seeds in other words, so that no two draws agree.
+    # The list ends in 1, and those of common/tasks.py end in other numbers, so that no two draws
+    # have the same seed.
     words = np.random.SeedSequence([seed, step, index, 1])
     high, low = words.generate_state(2, np.uint32)
     torch.manual_seed(int(high) << 32 | int(low))
@@ -209,8 +201,9 @@ def to_device(x, run):
 
 def clip_and_check(run, logged, signals):
     """Clip the gradients. Return the logged values, summed over all processes, and whether any
-    process was asked to stop, which is summed with them, because one message serves both. Raise
-    UserError in all processes if the loss or the gradient norm is not finite."""
+    process was asked to stop, which the same message sums. Raise UserError in all processes if the
+    loss or the gradient norm is not finite. This waits for the GPU in each step, because an update
+    that is not finite must not happen."""
     clip = run.cfg.grad_clip or math.inf
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm     # sharded gradients
@@ -236,8 +229,9 @@ def clear_gradients(run):
 
 @torch.no_grad()
 def evaluate(run):
-    """Return the mean cross-entropy of the validation data in nats a token, and bits per byte. A
-    task has no bits per byte, but the fractions of scored tokens and of rows that are right.
+    """Return the mean cross-entropy of eval_batches of the validation data in nats a token, and
+    bits per byte. A task has no bits per byte, but the fractions of scored tokens and of rows that
+    are right.
 
     In eval mode a model computes exactly what it computes when it decodes. A model that has
     `estimate` (LRT) also estimates the cross-entropy by its faster training path. It does so on all
@@ -246,7 +240,7 @@ def evaluate(run):
     model, procs = run.model.eval(), run.procs
     batches = run.batches.val_batches(run.cfg.eval_batches)
     n, wanted = len(batches), run.cfg.exact_batches
-    exact = set(np.linspace(0, n - 1, wanted).astype(int) if 0 < wanted < n else range(n))
+    exact = range(n) if not 0 < wanted < n else set(np.linspace(0, n - 1, wanted).astype(int))
     names = ["ce", *getattr(model, "eval_metrics", ())]
     names += ["token_accuracy", "sequence_accuracy", "ce_estimate", "gap"]
     totals, counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
@@ -285,17 +279,33 @@ def figures(run, x, y, exact):
 
 # ---- saving ----
 
-# A run's folder has these files. A file that is being written has .tmp at the end of its name.
+# A run's folder has these files. A checkpoint has .tmp behind its name while it is written.
 OURS = re.compile(r"(ckpt|best|step_[0-9]+)\.pt|log\.jsonl|curves\.png")
-COUNTED = "step", "tokens", "flops", "evaluated", "best_ce"     # fields of a Run
+PROGRESS = "step", "tokens", "flops", "evaluated", "best_ce"    # fields of a Run
 # Validation losses can be compared if all of these are the same.
 MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "block_size",
-           "exit_loop")
+           "exit_loop", "train_path")
+
+
+def evaluate_and_keep(run):
+    """Save and evaluate the state after each eval_interval steps and after the last one. Keep it as
+    step_N.pt after each keep_interval steps. A state that cannot be evaluated is not kept."""
+    def due(interval):
+        return run.step > 0 and interval > 0 and run.step % interval == 0
+    last = run.step >= run.cfg.max_steps
+    evaluates = run.evaluated < run.step and (last or due(run.cfg.eval_interval))
+    if evaluates:
+        save_and_evaluate(run)
+    if last and evaluates or due(run.cfg.keep_interval):
+        save(run, "ckpt.pt")        # what goes on from here has the evaluation
+    if due(run.cfg.keep_interval):
+        save(run, f"step_{run.step}.pt")    # ckpt.pt is never older
 
 
 def save_and_evaluate(run):
-    """Save the state, evaluate it, and save it as best.pt if its loss is the best. A run that is
-    killed in the evaluation evaluates again, with the same result, when it is resumed."""
+    """Save the state, evaluate it, and save it as best.pt if its loss is the best. The next save
+    tells that the state is evaluated. A run that is killed before evaluates it again when it is
+    resumed, with the same result."""
     save(run, "ckpt.pt")
     result = evaluate(run)
     ce = result["val_ce"]
@@ -303,7 +313,7 @@ def save_and_evaluate(run):
     result = {name: value for name, value in result.items() if math.isfinite(value)}
     if not {"val_ce", "val_ce_estimate"} & result.keys():
         raise UserError(f"val_ce is {ce} at step {run.step}: the run stops. If there is "
-                        f"a best.pt, it has the weights of the best evaluation")
+                        f"a best.pt, a copy of it in the place of ckpt.pt goes on from there")
     best = ce < run.best_ce
     run.evaluated, run.best_ce = run.step, min(run.best_ce, ce)
     if best:
@@ -331,13 +341,13 @@ def state(run):
             "tokenizer": run.batches.train.tokenizer.to_dict(),
             "weights": whole(run.model.state_dict()),
             "optimizers": [whole(optimizer.state_dict()) for optimizer in run.optimizers],
-            **{name: getattr(run, name) for name in COUNTED}, "data": run.batches.fingerprint,
+            **{name: getattr(run, name) for name in PROGRESS}, "data": run.batches.fingerprint,
             "precision": run.procs.precision}
 
 
 def restore(run, ckpt):
     """Go on from the state of a checkpoint. The model has its weights already."""
-    for name in COUNTED:
+    for name in PROGRESS:
         setattr(run, name, ckpt[name])
     now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint,
            "precision": run.procs.precision}
@@ -365,9 +375,14 @@ def setup(argv):
     written."""
     given = split_args(argv)[1]
     cfg, model_fields, ckpt = merge(given, load_start)
-    cfg.fsdp &= not cfg.eval_only               # each process evaluates with all weights
+    cfg.fsdp = cfg.fsdp and not cfg.eval_only   # each process evaluates with all weights
     procs = Processes(cfg)
     with procs.together():
+        if procs.master and cfg.resume == "true" and not cfg.eval_only:
+            lock(cfg.folder)
+            if time_of(cfg.folder / "ckpt.pt") != ckpt["saved_at"]:
+                raise UserError(f"{cfg.folder}: another run has saved there meanwhile; the same "
+                                f"command goes on from it")
         check_new(cfg)
         check_graph(cfg, procs)
         batches = open_batches(cfg, model_fields["block_size"], procs.world)
@@ -377,8 +392,8 @@ def setup(argv):
         model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size).to(procs.device)
         set_budget(cfg, model)
         teacher = load_teacher(cfg, model, batches.train)
-    # No process can write to the folder before all have read it, because each sum waits for all.
-    number = number_of(cfg, model, batches, ckpt) if procs.world > 1 else 0
+    # This sum waits for all processes, so that none writes to the folder before all have read it.
+    number = number_of(cfg, model, batches, teacher, ckpt) if procs.world > 1 else 0
     if procs.sum(number)[0] != procs.world * number:
         raise UserError("the processes have different options, data or checkpoints: every node "
                         "needs the same command, and the same files in out_dir and data_dir")
@@ -386,17 +401,16 @@ def setup(argv):
         shard(model, blocks_of(model), procs.device, procs.world)
     run = Run(cfg, procs, batches, model, prepare_forward(cfg, model, procs),
               make_optimizers(model, cfg), teacher)
+    if cfg.eval_only and ckpt is not None:
+        run.step = ckpt["step"]
+    elif cfg.resume == "true":
+        restore(run, ckpt)
     if not cfg.eval_only:
         if compiles(cfg, procs.device):
             note("torch.compile takes a minute or two at the start (compile=false starts at once)")
         try_micro_step(run)
         if cfg.compile == "graph":
             run.recorded = record_micro_step(run)
-    if cfg.eval_only and ckpt is not None:
-        run.step = ckpt["step"]
-    elif cfg.resume == "true":
-        restore(run, ckpt)
-    if not cfg.eval_only:
         with procs.together():
             claim_folder(run)
     if procs.master:
@@ -406,23 +420,29 @@ def setup(argv):
 
 def check_new(cfg):
     """Raise UserError if the folder holds a checkpoint and the options do not say what is to
-    happen to it. Its ckpt.pt may have been removed and best.pt kept."""
-    if cfg.resume == "true" or cfg.overwrite or cfg.eval_only:
+    happen to it. Its ckpt.pt may have been removed and best.pt kept. Raise UserError, too, if the
+    run would remove the weights that it starts from."""
+    if cfg.resume == "true" or cfg.eval_only:
         return
+    if cfg.overwrite and cfg.init_from and is_inside(cfg.init_from, cfg.folder):
+        raise UserError(f"init_from={cfg.init_from} is in the folder of the run itself, which "
+                        f"overwrite=true empties: run=NAME names another folder")
     names = sorted(file.name for file in cfg.folder.glob("*.pt") if OURS.fullmatch(file.name))
-    if names:
+    if names and not cfg.overwrite:
         last = "ckpt.pt" in names
         use = "resume=true goes on from it" if last else "init_from= takes its weights"
         raise UserError(f"{cfg.folder / ('ckpt.pt' if last else names[0])} is a checkpoint: {use}, "
                         f"overwrite=true replaces it, run=NAME starts another run")
 
 
-def number_of(cfg, model, batches, ckpt):
-    """Return a number that is the same in all processes if their options, their data and their
-    checkpoints are. Options that name places may differ."""
+def number_of(cfg, model, batches, teacher, ckpt):
+    """Return a number that is the same in all processes only if their options, their data and their
+    checkpoints are. Options that name places may differ, because what stands there is compared."""
     places = "out_dir", "data_dir", "dataset", "tokenizer", "config", "init_from", "teacher"
     options = {name: value for name, value in asdict(cfg).items() if name not in places}
-    weights = ckpt and (ckpt["step"], fingerprint(ckpt))
+    taught = teacher and {"model": type(teacher).__module__, "model_config": asdict(teacher.cfg),
+                          "weights": teacher.state_dict()}
+    weights = [start and (start.get("step"), fingerprint(start)) for start in (ckpt, taught)]
     decides = options, asdict(model.cfg), batches.fingerprint, weights
     return int(hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8], 16)
 
@@ -557,15 +577,16 @@ def record_micro_step(run):
 
 def claim_folder(run):
     """Make the run's folder and its log, in the first process. No other run can have the folder
-    until this one ends. Files that a killed run left half written are removed. So are the files of
-    an older run if overwrite=true replaces it, but no file of the user's."""
+    until this one ends, if the file system has locks. Files that a killed run left half written
+    are removed. So are the files of an older run if overwrite=true replaces it, but no file of the
+    user's. Its ckpt.pt goes first. If the process is killed then, the other files are refused."""
     folder = run.folder
     if not run.procs.master:
         return
     folder.mkdir(parents=True, exist_ok=True)
     lock(folder)
     check_new(run.cfg)                          # because another run may have ended meanwhile
-    for file in folder.iterdir():
+    for file in sorted(folder.iterdir(), key=lambda file: file.name != "ckpt.pt"):
         older = run.cfg.overwrite and OURS.fullmatch(file.name)
         if older or file.suffix == ".tmp" and OURS.fullmatch(file.stem):
             file.unlink()
@@ -607,7 +628,7 @@ def main(argv):
         run.procs.meet()
     else:
         done = train(run)
-        with gathered(run.model):
+        with gathered(run.model):           # the sample needs all weights
             run.procs.meet()
             if run.procs.master:
                 finish(run, done)
@@ -638,8 +659,8 @@ def finish(run, done):
             text = sample_text(run.model, run.batches.train.tokenizer, cfg.sample_prompt,
                                cfg.sample_tokens, seed=cfg.seed)
             say("\n".join(["-" * 80, text, "-" * 80]))
-        except UserError as e:
-            say(f"note: no sample: {e}")
+        except (UserError, RuntimeError) as e:      # RuntimeError: memory is too small
+            say(f"note: no sample: {first_line(e)}")
     try:                        # a run needs neither lab nor matplotlib
         from lab.plot import draw_curves
         draw_curves(read_log(run.log.path), run.folder / "curves.png", cfg.run)

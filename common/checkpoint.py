@@ -1,6 +1,6 @@
 """
-Checkpoints and the log. A run leaves both. A checkpoint is one file, which is replaced in one move
-and verified when it is read. It can be exported:
+Checkpoints. A checkpoint is one file, which is replaced in one move and verified when it is read.
+It can be exported:
 
     python -m common.checkpoint out/gpt_tiny export=gpt.pt
         a file without the optimizers, which has about a third of the size (AdamW) or half of
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from common.options import (UserError, first_line, known, lock, model_module, names, naming, note,
-                            open_file, run_cli, split_args, typed_config)
+from common.options import (UserError, first_line, is_inside, known, model_module, names, naming,
+                            note, open_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
 # Every checkpoint has these fields. New ones also have "precision" (train.state), and old ones have
@@ -98,6 +98,11 @@ def load_checkpoint(path):
     return state
 
 
+def time_of(path):
+    """Return when a file was saved, in nanoseconds. Raise OSError if it does not exist."""
+    return path.stat().st_mtime_ns
+
+
 def read_log(path):
     """Return the objects of a log.jsonl. A line that a crash has cut short is left out."""
     rows = []
@@ -158,16 +163,15 @@ def load_run(path, device="cpu", dtype="float32", **overrides):
 def load_start(start):
     """Return the checkpoint that a call of train.py starts from, or None. The TrainConfig `start`
     says which one. It is changed to what is done: resume=auto becomes true or false, and init_from
-    becomes empty if the checkpoint is the run's own. The folder of a run that goes on is locked
-    before its checkpoint is read, so that no other job saves there meanwhile."""
+    becomes empty if the checkpoint is the run's own. This one has an entry saved_at, by which
+    train.py sees whether another job has saved a newer one before it locked the folder."""
     own = start.folder / "ckpt.pt"
     if start.resume == "auto":                  # a scheduler starts the same command repeatedly
         start.resume = "true" if own.exists() else "false"
     if start.resume == "true" or start.eval_only and not start.init_from:
         start.init_from = ""
-        if not start.eval_only and own.exists() and os.environ.get("RANK", "0") == "0":
-            lock(start.folder)
-        return load_checkpoint(own)
+        saved_at = time_of(own)
+        return {**load_checkpoint(own), "saved_at": saved_at}
     return load_initial(start.init_from) if start.init_from else None
 
 
@@ -195,8 +199,7 @@ def load_teacher(cfg, model, data):
     where the student would replace it."""
     if not cfg.teacher or cfg.eval_only:
         return None
-    path, own = Path(cfg.teacher).resolve(), cfg.folder.resolve()
-    if own in (path, *path.parents):
+    if is_inside(cfg.teacher, cfg.folder):
         raise UserError(f"teacher={cfg.teacher} is in the folder of the run itself, whose weights "
                         f"take its place: run=NAME names another folder")
     ckpt = load_initial(cfg.teacher, "teacher")

@@ -1,7 +1,7 @@
 """
 Devices and processes. The functions say which device is used, how fast it is, and in which type it
 computes products. The processes are those of a training run. Each process has a device of its own,
-or a part of the CPU.
+or a part of the CPU. stop_request listens to the signals that ask a run to stop.
 """
 import contextlib
 import importlib.util
@@ -175,8 +175,8 @@ def stop_request():
                 os.write(2, b"\nstopping after this step\n")
         asked.append(sig)
     known = [getattr(signal, name, None) for name in ("SIGTERM", "SIGINT", "SIGHUP")]
-    heard = [sig for sig in known       # Windows has no SIGHUP
-             if sig is not None and signal.getsignal(sig) != signal.SIG_IGN]
+    heard = [sig for sig in known       # Windows has no SIGHUP; None is a handler of a C library
+             if sig is not None and signal.getsignal(sig) not in (signal.SIG_IGN, None)]
     handlers = {sig: signal.signal(sig, ask) for sig in heard}
     try:
         yield asked

@@ -19,14 +19,14 @@ SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
 
 class Log:
     """A Log writes log.jsonl and the progress bar, or lines on stderr in the bar's place. Only the
-    first process has one. A resumed run drops the lines after its checkpoint, which a killed run
-    may have written. On known GPUs the lines have mfu (model FLOPs utilization), the fraction of
-    the GPUs' peak that the model's FLOPs reach."""
+    first process has one. A resumed run drops the lines that its checkpoint does not know of, which
+    a killed run has written. On known GPUs the lines have mfu (model FLOPs utilization), the
+    fraction of the GPUs' peak that the model's FLOPs reach."""
 
     def __init__(self, run):
         self.run, self.path = run, run.folder / "log.jsonl"
         rows = read_log(self.path) if run.step else []
-        rows = [row for row in rows
+        rows = [row for row in rows         # lines of training steps have "lr"
                 if row["step"] <= (run.step if "lr" in row else run.evaluated)]
         replace_file(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
@@ -42,7 +42,8 @@ class Log:
         self.peak = peaks and run.procs.world * part * peaks[0]
 
     def step(self, logged, write):
-        """Count a training step that is done. If `write`, a line of the log tells its values."""
+        """Count a training step that is done. If `write` is true, add a line with its values to
+        the log."""
         self.bar.update()
         self.sign_of_life(logged["ce"])
         if not write:

@@ -4,6 +4,7 @@ for the matrices of the blocks and AdamW for the rest.
 
 parameter_groups puts each parameter into one group, and make_optimizers makes the optimizers of the
 groups. set_schedules sets learning rate, weight decay and momentum of a group before each update.
+set_budget turns max_flops= into max_steps.
 """
 import bisect
 import math
@@ -251,18 +252,17 @@ def set_budget(cfg, model):
     for loops in range(getattr(model.cfg, "n_loop", 1)):
         model.training_loops = loops + 1
         costs.append(tokens_per_step(cfg, model) * model.flops_per_token())
-    if 0 < cfg.max_flops < costs[1]:
-        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {costs[1]:.3g} "
-                        f"floating-point operations")
 
     def of_run(max_steps):
         """Return the FLOPs of a run of max_steps. The cost of a loop is added from the step at
         which it begins."""
         return sum((costs[r] - costs[r - 1]) * max(0, max_steps - start)
                    for r, start in enumerate(loop_starts(model.cfg, max_steps), 1))
-    if cfg.max_flops:                           # a checkpoint holds no int above 2**62
-        steps = bisect.bisect_right(range(2**62), cfg.max_flops, key=of_run) - 1
-        cfg.max_steps = max(1, steps)
+    if 0 < cfg.max_flops < of_run(1):
+        raise UserError(f"max_flops={cfg.max_flops:.3g} is less than one step of {of_run(1):.3g} "
+                        f"floating-point operations")
+    if cfg.max_flops:                           # 2**62, because a checkpoint holds no larger int
+        cfg.max_steps = bisect.bisect_right(range(2**62), cfg.max_flops, key=of_run) - 1
 
 
 def tokens_per_step(cfg, model):

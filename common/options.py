@@ -407,6 +407,11 @@ def unlock(folder):
         os.close(LOCKS.pop(folder.absolute()))
 
 
+def is_inside(path, folder) -> bool:
+    path, folder = Path(path).resolve(), Path(folder).resolve()
+    return folder in (path, *path.parents)
+
+
 def sha256_of(path) -> str:
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -494,7 +499,7 @@ class TrainConfig(Options):
     out_dir: str = "out"  # where run folders are
     init_from: str = ""  # start from the weights of a run or of a Hugging Face model
     resume: str = choice("false", "true", "auto")  # go on from ckpt.pt; auto: if there is one
-    overwrite: bool = False  # replace the run that is in the folder
+    overwrite: bool = False  # remove the run that is in the folder, and begin anew
     eval_only: bool = False  # only evaluate ckpt.pt, or init_from
     model: str = "gpt"  # which model_<name>.py: here, in lab/experiments or on PYTHONPATH
     config: str = ""  # YAML file of options (default: configs/<model>_tiny.yaml)

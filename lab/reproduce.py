@@ -360,13 +360,13 @@ def train_all(runs, jobs):
 
 
 def finished(run):
-    """Return whether a run has the checkpoint of its last step. A run that a signal stopped has an
-    earlier one."""
+    """Return whether a run has the checkpoint of its last step, after its evaluation. A run that a
+    signal stopped may have an earlier one."""
     try:
         ckpt = load_checkpoint(run.folder / "ckpt.pt")
     except (FileNotFoundError, UserError):      # a damaged one is not whole either
         return False
-    return ckpt["step"] >= ckpt["config"]["max_steps"]
+    return ckpt["evaluated"] >= ckpt["step"] >= ckpt["config"]["max_steps"]
 
 
 def record(run):

@@ -10,6 +10,7 @@ from torch import nn
 import runs
 import train
 from common import checkpoint, log, optim
+from common.options import TrainConfig
 from conftest import MODELS, ROOT, python, tiny
 from model_gpt import RMSNorm
 from lab.bench import Counting
@@ -91,6 +92,28 @@ def test_a_step_of_56_matrices_is_few_launches():
     with Counting() as counted:
         muon.step()
     assert counted.launches <= 60
+
+
+def test_frozen_blocks():
+    """Muon has nothing to do then."""
+    model, x = tiny("gpt"), torch.arange(32).view(2, 16)
+    model.blocks.requires_grad_(False)
+    before = [p.clone() for p in model.blocks.parameters()]
+    model(x, x)[1].backward()
+    for optimizer in optim.make_optimizers(model, TrainConfig(optimizer="muon")):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.blocks.parameters()))
+
+
+def test_a_matrix_may_be_kept_from_muon():
+    """A model's parameter_kinds moves parameters between the groups, and all rates stay those of the options."""
+    model = tiny("gpt")
+    model.parameter_kinds = {"wk": "gate"}
+    groups = optim.parameter_groups(model, TrainConfig(optimizer="muon", learning_rate=0.2, muon_learning_rate=0.3))
+    assert {(g["optimizer"], g["lr"]) for g in groups} == {("adamw", 0.2), ("muon", 0.3)}
+    muon = {id(p) for g in groups if g["optimizer"] == "muon" for p in g["params"]}
+    assert [id(block.attn.wk.weight) in muon for block in model.blocks] == [False, False]
+    assert all(id(block.attn.wq.weight) in muon for block in model.blocks)
 
 
 @models

@@ -75,6 +75,7 @@ TRAIN = [
     (["resume=true", "run=pipe"], "pipe/ckpt.pt: it is not a regular file"),
     (["model=rat", "init_from=out/r"], "model=rat does not fit the checkpoint, which holds model=gpt"),
     (["teacher=out/r", "block_size=32"], "teacher=out/r has vocab_size=257 and takes 16 tokens"),
+    (["run=r", "overwrite=true", "init_from=out/r/best.pt"], "is in the folder of the run itself, which overwrite=true empties"),
     *((["run=r", "overwrite=true", f"teacher={path}"], "is in the folder of the run itself") for path in (
         "out/r", "out/r/ckpt.pt")),
     # data sets and tasks

@@ -157,7 +157,7 @@ def contents(folder):
 
 
 def test_an_older_run_is_replaced_as_a_whole(tmp_path, data_dir, monkeypatch):
-    """Its files stay if overwrite=true ends before the first step. Then they all go, the log and step_*.pt too, but no
+    """Its files stay if overwrite=true ends in the trial micro-batch. Then they all go, the log and step_*.pt too, but no
     file of the user's."""
     old = runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "keep_interval=2")
     (old.folder / "curves.png").write_bytes(b"picture")
@@ -168,10 +168,33 @@ def test_an_older_run_is_replaced_as_a_whole(tmp_path, data_dir, monkeypatch):
         patch.setattr(train, "micro_step", broken)
         runs.run("gpt", tmp_path, data_dir, "overwrite=true")
     assert contents(old.folder) == before
-    new = runs.run("gpt", tmp_path, data_dir, "overwrite=true", "keep_interval=5", "seed=5", stop_after=5)
+    new = runs.run("gpt", tmp_path, data_dir, "overwrite=true", "keep_interval=4", "seed=5", stop_after=5)
     assert [row["step"] for row in checkpoint.read_log(new.folder / "log.jsonl")] == [1, 2, 3, 4, 5]
-    assert contents(new.folder).keys() == {"ckpt.pt", "step_5.pt", "log.jsonl", "notes.tmp"}
+    assert contents(new.folder).keys() == {"ckpt.pt", "step_4.pt", "log.jsonl", "notes.tmp"}
     assert checkpoint.load_checkpoint(new.folder)["config"]["seed"] == 5
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_kill_while_an_older_run_is_removed(n, tmp_path, data_dir):
+    """What is left of it is refused, so that no run goes on from a part of it."""
+    runs.run("gpt", tmp_path, data_dir, "eval_interval=2", "keep_interval=2", "max_steps=4")
+    p = child(tmp_path, data_dir, "overwrite=true", die_at=("unlink!", n))
+    p.join()
+    assert p.exitcode == -signal.SIGKILL
+    with pytest.raises(UserError, match="best.pt is a checkpoint: init_from= takes its weights|step_2.pt is"):
+        train.setup(runs.arguments("gpt", tmp_path, data_dir, "resume=auto"))
+
+
+def test_a_step_that_could_not_be_kept_is_kept_later(tmp_path, data_dir, monkeypatch):
+    keys = "gpt", tmp_path, data_dir, "keep_interval=2", "eval_interval=2"
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(train, "save_checkpoint", lambda path, state, save=train.save_checkpoint:
+                      broken() if path.name == "step_4.pt" else save(path, state))
+        runs.run(*keys)
+    options.unlock(tmp_path / "r")
+    assert checkpoint.load_checkpoint(tmp_path / "r")["evaluated"] == 4
+    runs.run(*keys, "resume=true")
+    assert checkpoint.load_checkpoint(tmp_path / "r" / "step_4.pt")["step"] == 4
 
 
 @pytest.mark.parametrize("dies, files", [(3, {"ckpt.pt", "step_2.pt"}), (5, {"ckpt.pt", "step_2.pt", "step_4.pt"})])
@@ -198,17 +221,18 @@ def test_a_run_that_dies_between_evaluations(dies, files, tmp_path, data_dir, mo
     assert last["step"] == last["evaluated"] == 6       # a longer run that starts here has its evaluation
 
 
-def test_a_folder_is_locked_before_its_checkpoint_is_read(tmp_path, data_dir, monkeypatch):
-    """Otherwise another job could save in between, and the run would go on from an older state."""
-    run, locked = runs.run("gpt", tmp_path, data_dir), []
+def test_a_run_that_has_saved_meanwhile_is_not_resumed(tmp_path, data_dir, monkeypatch):
+    """The run saves once more after a second job has read its checkpoint."""
+    run = runs.run("gpt", tmp_path, data_dir)
 
-    def read(path, load=checkpoint.load_checkpoint):
-        locked.append(run.folder.absolute() in options.LOCKS)
-        return load(path)
-    monkeypatch.setattr(checkpoint, "load_checkpoint", read)
-    train.setup(runs.arguments("gpt", tmp_path, data_dir, "resume=auto"))
+    def read_and_wait(start, load=train.load_start):
+        ckpt = load(start)
+        checkpoint.save_checkpoint(run.folder / "ckpt.pt", train.state(run))
+        return ckpt
+    monkeypatch.setattr(train, "load_start", read_and_wait)
+    with pytest.raises(UserError, match="another run has saved there meanwhile"):
+        train.setup(runs.arguments("gpt", tmp_path, data_dir, "resume=auto"))
     options.unlock(run.folder)
-    assert locked == [True]
 
 
 def test_full_disk_leaves_the_last_checkpoint(tmp_path, data_dir, monkeypatch):

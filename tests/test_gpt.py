@@ -1,5 +1,5 @@
-"""model_gpt.py computes what independent code computes, which is attention from its definition and transformers'
-Llama."""
+"""model_gpt.py computes what transformers' Llama computes. Attention and rotary positions from their definitions, which
+the tests of other models use, also stand here."""
 import json
 import math
 import os

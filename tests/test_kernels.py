@@ -84,6 +84,24 @@ def test_merge_is_its_equations():
             "out lse dout_a dlse_a dout_b dlse_b")
 
 
+def test_merge_of_empty_sides():
+    """a is empty, then b is, then both are. An empty side changes nothing and gets no gradient. A gradient that comes
+    in through an lse of -inf is ignored."""
+    (a, b), inf = torch.randn(2, 1, 1, 3, 8), math.inf
+    a[..., [0, 2], :] = b[..., [1, 2], :] = 0
+    lse_a, lse_b = torch.tensor([[-inf, 0.3, -inf], [0.7, -inf, -inf]])[:, None, None]
+    sides = [x.requires_grad_() for x in (a, lse_a, b, lse_b)]
+    out, lse = kernels.merge(*sides)
+    assert torch.equal(out[0, 0], torch.stack([b[0, 0, 0], a[0, 0, 1], torch.zeros(8)]))
+    assert torch.equal(lse, torch.maximum(lse_a, lse_b))
+    incoming = torch.ones_like(out), torch.tensor([[[1, 1, math.nan]]])
+    grads = torch.autograd.grad((out, lse), sides, incoming)
+    d_a, d_lse_a, d_b, d_lse_b = (x.view(3, -1)[:, 0] for x in grads)
+    assert d_a[:2].tolist() == d_lse_a[:2].tolist() == [0, 1]
+    assert d_b[:2].tolist() == d_lse_b[:2].tolist() == [1, 0]
+    assert d_lse_a[2] == d_lse_b[2] == 0
+
+
 @where(*PRECISION)
 @pytest.mark.parametrize("case", few(SCANS, 11), ids=str)
 def test_scan_is_the_loop(case, device, dtype, tolerance):

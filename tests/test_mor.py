@@ -33,7 +33,7 @@ class Chosen(model_gpt.Context):
 
 
 class Routed:
-    """Computes the equations of one sequence once more, with the model's own blocks and routers. States x (n, C) are
+    """Computes the equations of one sequence once more, with the model's own blocks. States x (n, C) are
     those of the tokens at positions at (n,), in order. Other tokens do not exist. If top_k is true, expert choice takes
     the best k tokens, as in training."""
 
@@ -64,6 +64,10 @@ class Routed:
         """Return F_r of x, where r counts from 1."""
         return self.layers(x, range(self.edge + (r - 1) * self.K, self.edge + r * self.K), at, r)
 
+    def scores(self, h, router):
+        w = [p.T for p in router.parameters()]
+        return h @ w[0] if self.cfg.router_arch == "linear" else F.gelu(h @ w[0]) @ w[1]
+
     def forward(self, idx):
         """Return the logits (T, V) of the sequence idx (T,). self.log then has what the router did."""
         at = torch.arange(len(idx))
@@ -74,9 +78,9 @@ class Routed:
     def expert(self, x, active):
         cfg, T, R, log = self.cfg, len(x), self.cfg.n_loop, self.log
         for r in range(1, self.loops + 1):
-            s = by = self.model.routers[r - 1](x[active])[:, 0]
+            s = by = self.scores(x[active], self.model.routers[r - 1])[:, 0]
             if cfg.causal == "aux_router":
-                by = self.model.aux_routers[r - 1](x[active].detach())[:, 0]
+                by = self.scores(x[active].detach(), self.model.aux_routers[r - 1])[:, 0]
             taken = by >= 0 if r > 1 else torch.ones_like(by, dtype=torch.bool)
             if self.top_k:
                 taken = torch.zeros_like(taken).scatter(0, s.argsort()[-max(1, T * (R - r + 1) // R):], True)
@@ -90,7 +94,7 @@ class Routed:
 
     def by_token(self, h, at):
         cfg, R = self.cfg, self.cfg.n_loop
-        scores = self.model.router(h)
+        scores = self.scores(h, self.model.router)
         p = scores.softmax(1) if cfg.router_func == "softmax" else cfg.alpha * scores.sigmoid()
         depth, x = ((p + self.model.balance_bias).argmax(1) + 1).clamp(max=self.loops), h
         for r in range(1, R + 1):

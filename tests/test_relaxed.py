@@ -59,6 +59,16 @@ def test_which_layers_the_stored_ones_start_from():
         assert [layer for k in range(cfg.n_stored) for layer in model_relaxed.layers_for_tied(cfg, k)] == layers
 
 
+def test_at_rank_0_qk_norms_are_tied_too():
+    """Each tied norm is the mean of its layers' norms, as all tied weights are means."""
+    gpt = tiny("gpt", n_layer=6, qk_norm=True)
+    model = converted(gpt, rank=0, n_loop=3)
+    for k, block in enumerate(model.blocks):
+        mean = sum(gpt.blocks[layer].attn.q_norm.weight for layer in (k, k + 2, k + 4)) / 3
+        assert len({id(w) for w in block.attn.q_norm.weights}) == 1 and len(block.attn.q_norm.weights) == 3
+        assert relative(block.attn.q_norm.weights[2], mean) < 1e-14
+
+
 @pytest.mark.parametrize("layers, taken", [(3, [0, 0, 1, 1, 2, 2]), (11, [0, 2, 4, 6, 8, 10])])
 def test_a_source_of_other_numbers_of_layers_is_taken_evenly(layers, taken):
     weights = {f"blocks.{layer}.w": layer for layer in range(layers)}

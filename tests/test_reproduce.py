@@ -136,8 +136,7 @@ def test_what_a_call_does(words, runs, monkeypatch, capsys):
 
 
 def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    """A run also goes on if it was killed in its last evaluation. It starts from the beginning if its config file has
-    changed, or if its model or text is another."""
+    """A run starts from the beginning if its config file has changed, or if its model or text is another."""
     calls, config = [], {"batch_size": 12, "dropout": 0.1}
     monkeypatch.setattr(reproduce, "python", lambda *command, **more: calls.append(command[-1]))
     monkeypatch.setattr(reproduce, "file_options", lambda run: config)
@@ -146,22 +145,22 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "made_by", lambda threads: {"commit": "b"})
     reproduce.start(run)
     for changed in config, made:
-        (run.folder / "pending.pt").touch()
+        (run.folder / "ckpt.pt").touch()
         reproduce.start(run)
-        assert (run.folder / "pending.pt").exists()
+        assert (run.folder / "ckpt.pt").exists()
         changed[max(changed)] = 0.2
         reproduce.start(run)
-        assert not (run.folder / "pending.pt").exists()
+        assert not (run.folder / "ckpt.pt").exists()
     made["text"] = None                                 # train.py prepares the text
     reproduce.start(run)
-    (run.folder / "pending.pt").touch()
+    (run.folder / "ckpt.pt").touch()
     made["text"] = "a b"
     reproduce.start(run)
-    assert calls == ["resume=auto"] * 7 and (run.folder / "pending.pt").exists()
+    assert calls == ["resume=auto"] * 7 and (run.folder / "ckpt.pt").exists()
     assert json.loads((run.folder / "keys.json").read_text())["made_from"] == {"commit": "b", "model": 0.2}
     run.needs = [run]                                   # an older version did not know what a run starts from
     reproduce.start(run)
-    assert not (run.folder / "pending.pt").exists()
+    assert not (run.folder / "ckpt.pt").exists()
 
 
 def test_a_run_that_others_start_from_is_done_again_if_it_is_not_whole(monkeypatch):

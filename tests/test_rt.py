@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import graphs
+import model_relaxed
 import model_rt
 import rt_wavefront
 from conftest import tiny
@@ -148,3 +149,25 @@ def test_pieces_in_triton_are_the_plain_ones(case, device, low, tolerance):
             found.append([x.clone() for x in (*filter(torch.is_tensor, returned), *written)])
         assert [x.dtype for x in found[0]] == [x.dtype for x in found[1]], name
         assert_close(found[1], found[0], tolerance, " ".join([name] * len(found[0])))
+
+
+def test_in_the_loops_of_another_model():
+    """RT's blocks in Relaxed's loops count their FLOPs. They refuse several tokens with a cache, because each token
+    needs the output of the one before."""
+    class Looped(model_relaxed.Model):
+        context_type, cached_context_type, mixer_flops = model_rt.Context, model_rt.CachedContext, model_rt.Model.mixer_flops
+
+        def make_block(self, cfg, k):
+            return model_rt.Block(cfg)
+
+    cfg = model_rt.Config(n_layer=4, n_embd=32, n_head=4, vocab_size=61, schedule="tiled")
+    for name, value in dict(n_loop=2, n_stored=2, exit_loop=0, early_exit="none", rank=0).items():
+        setattr(cfg, name, value)
+    model, x = Looped(cfg).double().eval(), tokens(2, 9)
+    assert model.mixer_flops() == model_rt.Model(cfg).mixer_flops()
+    cache = model.init_cache(2, 9)
+    with pytest.raises(ValueError, match="one token a row"):
+        model(x, cache=cache)
+    cache.reset()
+    steps = torch.cat([model(token, cache=cache)[0] for token in x.split(1, 1)], 1)
+    assert rms(steps - model(x)[0]) < 1e-10

@@ -133,6 +133,18 @@ def test_chances_are_those_of_the_docstring():
     assert len(asked) > 1, "not always the first pair is asked for"
 
 
+def test_a_fingerprint_is_of_all_that_a_run_reads(data_dir):
+    tasks_read = [batches("recall", 8, task_examples=n).fingerprint for n in (0, 5)]
+    texts = []
+    for changed in ("", "train", "val"):
+        splits = load_data(data_dir / "words")
+        for split in splits.values():
+            split.sha256 = "0" if split.split == changed else split.sha256
+            split.check = lambda: None
+        texts.append(TextBatches(splits, TrainConfig(), 8).fingerprint)
+    assert len({*tasks_read}) == 2 and len({*texts}) == 3
+
+
 def test_the_examples_in_the_docstring():
     shown = re.findall(r"    inputs ([ \d]+)\n    targets ([ .\d]+)\n", tasks.__doc__)
     for name, rows in zip([name for name in CHECKS if name not in ("noisy_recall", "s5")], shown, strict=True):

@@ -307,7 +307,7 @@ def test_loops_rise_over_the_warm_up(tmp_path, data_dir, monkeypatch):
 @pytest.mark.parametrize("warmup", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("name", ["relaxed", "mor"])
 def test_a_budget_pays_for_the_loops_that_run(name, warmup):
-    """Against a sum over steps. A resumed run has the same number of steps."""
+    """Against a sum over steps."""
     model = tiny(name, loop_warmup=warmup, n_loop=3, n_layer=6 if name == "relaxed" else 5)
     cfg, costs = TrainConfig(batch_size=1), []
     for model.training_loops in 1, 2, 3:
@@ -321,6 +321,9 @@ def test_a_budget_pays_for_the_loops_that_run(name, warmup):
         train.set_budget(cfg, model)
         whole = cfg.max_steps
         assert spent(whole, whole) <= cfg.max_flops < spent(whole + 1, whole + 1) and model.training_loops == 3
+    cfg.max_flops = 0.99 * spent(1, 1)
+    with pytest.raises(UserError, match="is less than one step"):
+        train.set_budget(cfg, model)
 
 
 def test_a_warm_up_is_not_recorded():
@@ -389,7 +392,7 @@ def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, 
     for more in [], ["resume=true"]:
         with pytest.raises(UserError, match="val_ce is nan at step 4: the run stops"):
             train.train(trainer := train.setup([*argv, *more]))
-        assert checkpoint.load_checkpoint(trainer.folder / "best.pt")["step"] == 2
+        assert [checkpoint.load_checkpoint(trainer.folder / f"{name}.pt")["step"] for name in ("best", "ckpt")] == [2, 4]
         assert {f.name for f in trainer.folder.glob("step_*")} == {"step_2.pt"}
     trainer.model.wte.weight.data[0] = math.nan
     with pytest.raises(UserError, match="a weight is not finite"):
@@ -420,6 +423,22 @@ def test_a_signal_saves_and_exits_0(tmp_path, data_dir):
     assert child.exitcode == 0 and "stopping after this step\n" in told and f"stopped at step {step}" in told, told
     assert "Traceback" not in told, told
     assert checkpoint.read_log(tmp_path / "r" / "log.jsonl")[-1]["step"] == step
+
+
+def test_processes_are_told_apart_by_their_teachers(tmp_path, data_dir):
+    """Their numbers also differ where one process has no teacher."""
+    run = train.setup(runs.arguments("gpt", tmp_path, data_dir))
+    numbers = [train.number_of(run.cfg, run.model, run.batches, teacher, None)
+               for teacher in (None, run.model, tiny("gpt"), run.model)]
+    assert len({*numbers}) == 3 and numbers[1] == numbers[3]
+
+
+def test_convert_returns_nothing(monkeypatch):
+    """A convert that returned new weights would be ignored, and the training would start from random ones."""
+    monkeypatch.setattr("model_relaxed.convert", lambda model, weights: weights)
+    ckpt = {"model": "relaxed", "model_config": {}, "weights": {}, "converts": True}
+    with pytest.raises(UserError, match="convert writes into the model and returns nothing"):
+        checkpoint.build_model(ckpt)
 
 
 def test_two_runs_of_one_name(tmp_path, data_dir):
