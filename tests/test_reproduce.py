@@ -163,6 +163,13 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     assert not (run.folder / "ckpt.pt").exists()
 
 
+def test_a_run_is_finished_after_its_last_evaluation(monkeypatch):
+    for step, evaluated in (4, 4), (6, 4), (6, 6):
+        ckpt = {"step": step, "evaluated": evaluated, "config": {"max_steps": 6}}
+        monkeypatch.setattr(reproduce, "load_checkpoint", lambda path: ckpt)
+        assert reproduce.finished(SimpleNamespace(folder=Path("r"))) == (evaluated == 6)
+
+
 def test_a_run_that_others_start_from_is_done_again_if_it_is_not_whole(monkeypatch):
     a, b = (Mock(result=result, needs=[]) for result in ({"n": 1}, None))
     b.needs.append(a)

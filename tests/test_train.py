@@ -149,6 +149,7 @@ def test_an_evaluation_is_never_skipped(stop, tmp_path, data_dir, monkeypatch):
     again = runs.run("gpt", tmp_path / "b", data_dir, "resume=true", "eval_interval=2")     # nothing is left to do
     for trainer in (resumed, again):
         assert runs.learned(trainer) == runs.learned(whole) and trainer.best_ce == 1.0
+        assert checkpoint.load_checkpoint(trainer.folder)["evaluated"] == 6
         assert checkpoint.load_checkpoint(trainer.folder / "best.pt")["step"] == 2
         rows = checkpoint.read_log(trainer.folder / "log.jsonl")
         assert [[r["step"] for r in rows if key in r] for key in ("ce", "val_ce")] == [[1, 2, 3, 4, 5, 6], [2, 4, 6]]
