@@ -167,7 +167,7 @@ def test_a_run_is_finished_after_its_last_evaluation(monkeypatch):
     for step, evaluated in (4, 4), (6, 4), (6, 6):
         ckpt = {"step": step, "evaluated": evaluated, "config": {"max_steps": 6}}
         monkeypatch.setattr(reproduce, "load_checkpoint", lambda path: ckpt)
-        assert reproduce.finished(SimpleNamespace(folder=Path("r"))) == (evaluated == 6)
+        assert reproduce.finished(SimpleNamespace(folder=ROOT)) == (evaluated == 6)
 
 
 def test_a_run_that_others_start_from_is_done_again_if_it_is_not_whole(monkeypatch):
