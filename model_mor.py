@@ -171,7 +171,7 @@ class Model(LanguageModel):
         blocks = lambda n: nn.ModuleList(self.make_block(cfg, i) for i in range(n))
         super().__init__(cfg, blocks(cfg.n_stored))     # the shared blocks
         self.first, self.last = blocks(n_each_end), blocks(n_each_end)
-        self.training_loops = R     # if loop_warmup > 0, train.py sets it in each step
+        self.training_loops = R     # train.py sets it in each step, by loop_warmup
         depths = [f"depth{d}" for d in range(1, R + 1)]
         if cfg.router == "expert":
             self.routers = nn.ModuleList(Router(cfg, 1) for _ in range(R))

@@ -384,7 +384,7 @@ class Model(LanguageModel):
 
     def __init__(self, cfg):
         super().__init__(cfg, [self.make_block(cfg, k) for k in range(cfg.n_stored)])
-        self.training_loops = cfg.n_loop    # if loop_warmup > 0, train.py sets it in each step
+        self.training_loops = cfg.n_loop    # train.py sets it in each step, by loop_warmup
         init_weights(self, cfg.n_layer)
 
     def make_block(self, cfg, k):

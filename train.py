@@ -233,10 +233,11 @@ def evaluate(run):
     bits per byte. A task has no bits per byte, but the fractions of scored tokens and of rows that
     are right.
 
-    In eval mode a model computes exactly what it computes when it decodes. A model that has
-    `estimate` (LRT) also estimates the cross-entropy by its faster training path. It does so on all
-    batches, and computes the exact figures on exact_batches of them. val_gap is the exact
-    cross-entropy minus the estimate, on the batches that have both."""
+    In eval mode a model computes exactly what it computes when it decodes (but for LRT with
+    prefill=interleaved). A model that has `estimate` (LRT) also estimates the cross-entropy by its
+    faster training path. It does so on all batches, and computes the exact figures on exact_batches
+    of them. val_gap is the exact cross-entropy minus the estimate, on the batches that have
+    both."""
     model, procs = run.model.eval(), run.procs
     batches = run.batches.val_batches(run.cfg.eval_batches)
     n, wanted = len(batches), run.cfg.exact_batches
@@ -531,9 +532,9 @@ def prepare_forward(cfg, model, procs):
 
 def try_micro_step(run):
     """Compute a micro-batch and drop its gradients, so that a missing compiler, too little memory
-    or an error of a library ends the run here, before its folder is touched. Code that is compiled
-    here is used again. This changes nothing in the run, because each forward pass is seeded, and
-    because the buffers, which a model may change in a forward pass, are set back."""
+    for it or an error of a library ends the run here, before its folder is touched. Code that is
+    compiled here is used again. This changes nothing in the run, because each forward pass is
+    seeded, and because the buffers, which a model may change in a forward pass, are set back."""
     run.model.train()
     before = [buffer.clone() for buffer in run.model.buffers()]
     x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
@@ -546,11 +547,11 @@ def try_micro_step(run):
 def record_micro_step(run):
     """Return micro_step as a CUDA graph. Raise UserError if the model cannot be recorded.
 
-    A replay runs no Python, so that x, y and weight are tensors. try_micro_step has compiled
-    Triton's kernels and made the gradients. The graph adds to the gradients where they lie in
-    memory, so that clear_gradients must keep them. A replay draws dropout's numbers from the seed
-    of its step. Clipping and the optimizers stay outside of the graph, because the schedules change
-    their numbers in each step."""
+    A replay runs no Python, so that a number would stay the first one. Therefore weight is a
+    tensor, as x and y are. try_micro_step has compiled Triton's kernels and made the gradients. The
+    graph adds to the gradients where they lie in memory, so that clear_gradients must keep them. A
+    replay draws dropout's numbers from the seed of its step. Clipping and the optimizers stay
+    outside of the graph, because the schedules change their numbers in each step."""
     if getattr(run.model.cfg, "loop_warmup", 0):
         raise UserError("compile=graph records all loops, so that loop_warmup cannot run fewer "
                         "(compile=auto can)")
@@ -558,21 +559,21 @@ def record_micro_step(run):
     weight = torch.ones((), device=x.device, dtype=next(run.model.parameters()).dtype)
     names = []
 
-    def function(x, y, weight):
+    def recorded(x, y, weight):
         aux, right = micro_step(run, x, y, weight)
         names[:] = aux
         return [*aux.values(), *right]
 
-    def recorded(run, x, y, value):
+    def replay(run, x, y, value):
         values = graph(x, y, torch.full_like(weight, value))
         return dict(zip(names, values)), values[len(names):]
     try:
-        graph = graphs.Graph(function, (x, y, weight))
+        graph = graphs.Graph(recorded, (x, y, weight))
     except RuntimeError as e:
         why = first_line(e.__context__ or e)
         raise UserError(f"compile=graph: a step of model={run.cfg.model} with these options cannot "
                         f"be recorded (compile=auto trains it): {why}") from e
-    return recorded
+    return replay
 
 
 def claim_folder(run):

@@ -130,9 +130,9 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self):
-        """Inside stands what every process does. If some have a UserError, OSError or MemoryError,
-        the one of least rank raises it, and all others end without a word. (Another error ends its
-        own process, and torchrun then ends the others.)"""
+        """Inside stands what may fail in some processes and not in others. If some have a
+        UserError, OSError or MemoryError, the one of least rank raises it, and all others end
+        without a word. (Another error ends its own process, and torchrun then ends the others.)"""
         error = None
         try:
             yield
@@ -165,7 +165,8 @@ class Processes:
 def stop_request():
     """Yield a list of signals. It is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed)
     asks for a stop after the current step. Further signals change nothing, because timeout,
-    torchrun and schedulers send several, and the state is to be saved. SIGKILL ends a step at once.
+    torchrun and schedulers send several, and the state is to be saved. An evaluation and the step
+    after it are not interrupted. SIGKILL ends a run at once, and in an evaluation no step is lost.
     A signal that was ignored at the start, as SIGHUP is under nohup, stays ignored."""
     asked = []
 
