@@ -508,8 +508,6 @@ def make_model(cfg, fields, ckpt, vocab_size):
     else:
         module = model_module(cfg.model)
         model = module.Model(module.Config(**fields))
-    if cfg.sample_tokens and not cfg.eval_only and not is_task(cfg.dataset):
-        model.init_cache(1, 1)                  # a model without a cache says so before it trains
     return model
 
 
@@ -660,7 +658,7 @@ def finish(run, done):
             text = sample_text(run.model, run.batches.train.tokenizer, cfg.sample_prompt,
                                cfg.sample_tokens, seed=cfg.seed)
             say("\n".join(["-" * 80, text, "-" * 80]))
-        except (UserError, RuntimeError) as e:      # RuntimeError: memory is too small
+        except (UserError, RuntimeError, ValueError) as e:  # no cache, too little memory
             say(f"note: no sample: {first_line(e)}")
     try:                        # a run needs neither lab nor matplotlib
         from lab.plot import draw_curves
