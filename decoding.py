@@ -8,6 +8,14 @@ the token at position p. LRT, RAT and MoR have subclasses of it in their files. 
 state besides, RAT's holds states and has slots of its own, and MoR's has a cache for each later
 recursion.
 
+In the simplest case there is one row. One call brings the four tokens of a prompt, a to d, and
+the next call one more, e. These are the slots after each call (a dot is empty), the positions pos
+of the new tokens, and the number of tokens in the row, lengths:
+
+             slot  0  1  2  3  4  5  6  7
+     first call    a  b  c  d  .  .  .  .       pos  0  1  2  3      lengths  4
+    second call    a  b  c  d  e  .  .  .       pos  4               lengths  5
+
 Rows of a batch may hold different numbers of tokens, and a call may bring each row a different
 number of new ones. Such a call is ragged. Its T new tokens a row are padded on the right, and
 n_valid says how many of them are real. This is an example with max_len = 8 and T = 3. Row 0 holds
