@@ -63,7 +63,7 @@ class BaseConfig:
     """The fields that all models have. Each is an option of a config file."""
     block_size: int = 256        # tokens of a training sequence; the most keys with RoPE (RAT: any)
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
-    n_layer: int = 4             # blocks
+    n_layer: int = 4             # layers (in a model with loops: unrolled ones)
     n_head: int = 4              # query heads
     n_kv_head: int = 0           # key/value heads; n_head / n_kv_head heads share one (0: n_head)
     n_embd: int = 128            # width of the residual stream
