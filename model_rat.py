@@ -8,10 +8,10 @@ chunk. This takes the place of attention in a Transformer's block, and the MLP s
 RMSNorm(x), token t of chunk c = t // K computes the following, in which q and k are repeated to
 width W before (2):
 
-    z_t, g_t, v_t, q_t, k_t = W_in u_t      z, g, v of width W = H D,  q, k of width G D
-    a_t   = sigmoid(g_t + b_g)                    a forget gate for each channel of each token   (1)
-    k~_t  = a_t k~_{t-1} + (1 - a_t) k_t
-    v~_t  = a_t v~_{t-1} + (1 - a_t) v_t          where a chunk starts, k~_{t-1} = v~_{t-1} = 0  (2)
+    z_t, r_t, v_t, q_t, k_t = W_in u_t      z, r, v of width W = H D,  q, k of width G D
+    g_t   = sigmoid(r_t + b_g)                    a forget gate for each channel of each token   (1)
+    k~_t  = g_t k~_{t-1} + (1 - g_t) k_t
+    v~_t  = g_t v~_{t-1} + (1 - g_t) v_t          where a chunk starts, k~_{t-1} = v~_{t-1} = 0  (2)
     y_t   = attention of q_t to k~_{K-1}, k~_{2K-1}, ..., k~_{cK-1}, the final states of earlier
             chunks, and to its own state k~_t, with their v~, in one softmax                     (3)
     out_t = x_t + W_o (sigmoid(z_t) * y_t)                                                       (4)
@@ -29,7 +29,7 @@ h = 0 .. H - 1 reads group h % G. (In attention and swa layers it is h // (H / G
 group share query and key, but their states k~ differ, because each of the W channels has a gate of
 its own. RoPE rotates q and k~, after the recurrence, by the number c of the chunk.
 
-With K = 1 this is attention with an output gate, whose keys and values are scaled by 1 - a. With K
+With K = 1 this is attention with an output gate, whose keys and values are scaled by 1 - g. With K
 = T it is a gated RNN. Config has the baselines, and the paper's hybrid RAT-SWA, too (SWA:
 sliding-window attention):
 
@@ -52,9 +52,9 @@ only where it calls attend_tokens: in a call into an empty cache, with several t
 A change of (2) has three places: recurrence, kernels.scan (with its backward pass and its Triton
 code) and continued_states. A change of (3) has three, too: rat_naive, read_states and decode_one.
 
-Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K, and g for the gate
-a. Three things are in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias
-b_g, G = 2, and that head h reads group h % G. This file differs from their code in these points:
+Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K. Three things are
+in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias b_g, G = 2, and that
+head h reads group h % G. This file differs from their code in these points:
 - k~ and v~ are float32 or better here, and bfloat16 there. rat_naive reads them as they are.
   rat_fast rounds the final states and the own value to q's dtype, but not the own score. In
   decoding a single token reads them from the cache, in the cache's dtype.
@@ -67,8 +67,7 @@ b_g, G = 2, and that head h reads group h % G. This file differs from their code
 
 Letters beside those of model_gpt.py: n is the number of complete chunks, and W is H D (W_in and W_o
 are matrices). G counts the groups of q and k in rat layers, and the key/value heads in attention
-and swa layers. The letters a, g, y, z and u have other meanings in other files. The a of this
-file is kernels.scan's g.
+and swa layers. The letters r, y, z and u have other meanings in other files.
 """
 import math
 from dataclasses import dataclass
@@ -123,32 +122,32 @@ class RAT(nn.Module):
         super().__init__()
         self.cfg, C, W = cfg, cfg.n_embd, cfg.n_head * cfg.head_size
         shared = cfg.qk_groups * cfg.head_size
-        self.widths = [W, W, W, shared, shared]  # of z, g, v, q, k
+        self.widths = [W, W, W, shared, shared]  # of z, r, v, q, k
         self.w_in = nn.Linear(C, sum(self.widths), bias=False)
         self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.chunk))  # b_g
         self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
         """Return W_o (sigmoid(z) * y), (B, T, C), from u (B, T, C). See Context for context."""
-        z, g, v, q, k = self.w_in(u).split(self.widths, -1)
+        z, r, v, q, k = self.w_in(u).split(self.widths, -1)
         copies = self.cfg.n_head // self.cfg.qk_groups
         q, k = (torch.cat([x] * copies, -1) for x in (q, k))  # head h has group h % G
         k, v = upcast(k), upcast(v)  # so that the states are float32 or better
-        a = torch.sigmoid(upcast(g) + self.gate_bias)  # (1)
+        g = torch.sigmoid(upcast(r) + self.gate_bias)  # (1)
         if isinstance(context, CachedContext):
-            y = rat_decode(q, k, v, a, layer, context)
+            y = rat_decode(q, k, v, g, layer, context)
         elif self.cfg.fast:
-            y = rat_fast(q, k, v, a, context)
+            y = rat_fast(q, k, v, g, context)
         else:
-            y = rat_naive(q, k, v, a, context)        # (2), (3)
+            y = rat_naive(q, k, v, g, context)        # (2), (3)
         y = y.transpose(1, 2).flatten(2).to(z.dtype)  # (B, T, W)
         return self.wo(torch.sigmoid(z) * y)          # (4)
 
 
-def rat_naive(q, k, v, a, context):
-    """Return y (B, H, T, D) of q, k, v, a (B, T, W), by (2) and (3) as they stand above."""
+def rat_naive(q, k, v, g, context):
+    """Return y (B, H, T, D) of q, k, v, g (B, T, W), by (2) and (3) as they stand above."""
     cfg, K, T = context.cfg, context.cfg.chunk, q.size(1)
-    k_state, v_state = recurrence(a, k, K), recurrence(a, v, K)  # (2)
+    k_state, v_state = recurrence(g, k, K), recurrence(g, v, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (upcast(q), k_state, v_state))
     q, rotated = (apply_rope(x, *context.rope["rat"]) for x in (q, k_state))
     j = torch.arange(T, device=q.device)                    # (T,) the numbers of the keys
@@ -159,13 +158,13 @@ def rat_naive(q, k, v, a, context):
     return attend(q, rotated, v_state, bias, fast=False)    # (3)
 
 
-def recurrence(a, x, K):
-    """Return the states (2) of a and x (B, T, W), h_t = a_t h_{t-1} + (1 - a_t) x_t, as (B, T, W).
+def recurrence(g, x, K):
+    """Return the states (2) of g and x (B, T, W), h_t = g_t h_{t-1} + (1 - g_t) x_t, as (B, T, W).
     Every K tokens they start again from 0."""
     states, h = [], 0
-    for t, (a_t, x_t) in enumerate(zip(a.unbind(1), x.unbind(1))):
+    for t, (g_t, x_t) in enumerate(zip(g.unbind(1), x.unbind(1))):
         h = 0 if t % K == 0 else h
-        h = a_t * h + (1 - a_t) * x_t
+        h = g_t * h + (1 - g_t) * x_t
         states.append(h)
     return torch.stack(states, 1)
 
@@ -178,8 +177,8 @@ def in_heads(x, cfg):
 
 
 def initial_gate_bias(W, steps):
-    """Return log s for each of W channels, with s uniform in (1, steps - 1). At g = 0, a is then
-    s / (1 + s), and a state averages over about 1 / (1 - a) = 1 + s tokens: from 2 to `steps`. If
+    """Return log s for each of W channels, with s uniform in (1, steps - 1). At r = 0, g is then
+    s / (1 + s), and a state averages over about 1 / (1 - g) = 1 + s tokens: from 2 to `steps`. If
     steps is 1 or 2, s is 1."""
     return torch.empty(W).uniform_(1, max(1, steps - 1)).log()
 
@@ -208,12 +207,12 @@ class Context:
 
 # ---- the fast path ----
 
-def rat_fast(q, k, v, a, context):
+def rat_fast(q, k, v, g, context):
     """Return the same as rat_naive. kernels.scan computes the recurrence. (3) is computed in two
     parts. All queries share one set of final states, of which positions hide a part, so that their
     scores are a matrix product. But each query has an own state that no other query reads."""
     cfg, K = context.cfg, context.cfg.chunk
-    k_state, v_state = kernels.scan(a, k, K), kernels.scan(a, v, K)  # (2)
+    k_state, v_state = kernels.scan(g, k, K), kernels.scan(g, v, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
     final_k, final_v, cos, sin = (  # at the ends of the n = T // K complete chunks
         x[:, :, K - 1::K] for x in (k_state, v_state, *context.rope["rat"]))
@@ -246,18 +245,18 @@ class RNN(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.fast, C, W = cfg.fast, cfg.n_embd, cfg.n_head * cfg.head_size
-        self.w_in = nn.Linear(C, 3 * W, bias=False)  # z, g, v
+        self.w_in = nn.Linear(C, 3 * W, bias=False)  # z, r, v
         self.gate_bias = nn.Parameter(initial_gate_bias(W, cfg.block_size))
         self.wo = nn.Linear(W, C, bias=False)
 
     def forward(self, u, layer, context):
         """Return W_o (sigmoid(z) * v~), (B, T, C), from u (B, T, C)."""
-        z, g, v = self.w_in(u).chunk(3, -1)
-        a, v = torch.sigmoid(upcast(g) + self.gate_bias), upcast(v)
+        z, r, v = self.w_in(u).chunk(3, -1)
+        g, v = torch.sigmoid(upcast(r) + self.gate_bias), upcast(v)
         if isinstance(context, CachedContext):  # one chunk is as long as the cache
-            [h] = continued_states(a, [v], layer, context, context.cache.max_len)
+            [h] = continued_states(g, [v], layer, context, context.cache.max_len)
         else:
-            h = (kernels.scan if self.fast else recurrence)(a, v, v.size(1))
+            h = (kernels.scan if self.fast else recurrence)(g, v, v.size(1))
         return self.wo(torch.sigmoid(z) * h.to(z.dtype))
 
 
@@ -381,11 +380,11 @@ def newest_slot(kind, context):
     return number % n_slots, S, bias
 
 
-def rat_decode(q, k, v, a, layer, context):
-    """Return (3), (B, H, T, D), for T tokens that follow the cached ones, of q, k, v, a
+def rat_decode(q, k, v, g, layer, context):
+    """Return (3), (B, H, T, D), for T tokens that follow the cached ones, of q, k, v, g
     (B, T, W)."""
     cfg, cache, K = context.cfg, context.cache, context.cfg.chunk
-    k_state, v_state = continued_states(a, [k, v], layer, context, K)  # (2)
+    k_state, v_state = continued_states(g, [k, v], layer, context, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
     rotated = apply_rope(k_state, *context.rope["rat"])
     if q.size(2) == 1:
@@ -399,27 +398,27 @@ def rat_decode(q, k, v, a, layer, context):
     return read_states(q, k_state, v_state, final_k, final_v, context)  # (3)
 
 
-def continued_states(a, xs, layer, context, K):
+def continued_states(g, xs, layer, context, K):
     """Return the states (2) of each of xs, (B, T, W), after the cached states, and cache the last
-    ones. (2) is h_t = gate h_{t-1} + (1 - a) x_t, where gate is a, but 0 where a chunk starts."""
-    cache, cached, T = context.cache, context.cache.state[layer], a.size(1)
+    ones. (2) is h_t = keep h_{t-1} + (1 - g) x_t, where keep is g, but 0 where a chunk starts."""
+    cache, cached, T = context.cache, context.cache.state[layer], g.size(1)
     starts = context.pos[..., None] % K == 0
-    gate = a.masked_fill(starts, 0)
-    if context.padding is not None:  # with a = gate = 1 padding keeps the state
-        a, gate = (x.masked_fill(context.padding[..., None], 1) for x in (a, gate))
+    keep = g.masked_fill(starts, 0)
+    if context.padding is not None:  # with g = keep = 1 padding keeps the state
+        g, keep = (x.masked_fill(context.padding[..., None], 1) for x in (g, keep))
     if T == 1:
         # Because T = 1, dimension 1 can count xs (k and v, or v alone), as in cached.
-        cached.copy_(gate * cached + (1 - a) * torch.cat(xs, 1))
+        cached.copy_(keep * cached + (1 - g) * torch.cat(xs, 1))
         return cached.split(1, 1)
     if cache.longest:
         # A chunk may start at any token, and in each row at another one. So scan takes the T tokens
-        # as one chunk that goes on from the cached state. It gets gate instead of a. Where a chunk
-        # starts, scan then computes 0 h + (1 - 0) x, so that x is multiplied by the 1 - a of (2)
+        # as one chunk that goes on from the cached state. It gets keep instead of g. Where a chunk
+        # starts, scan then computes 0 h + (1 - 0) x, so that x is multiplied by the 1 - g of (2)
         # beforehand.
-        xs = [torch.where(starts, (1 - a) * x, x) for x in xs]
-        states = [kernels.scan(gate, x, T, h) for x, h in zip(xs, cached.unbind(1))]
+        xs = [torch.where(starts, (1 - g) * x, x) for x in xs]
+        states = [kernels.scan(keep, x, T, h) for x, h in zip(xs, cached.unbind(1))]
     else:       # the same, but all chunks at once, which is faster
-        states = [kernels.scan(a, x, K) for x in xs]
+        states = [kernels.scan(g, x, K) for x in xs]
     # A row without new tokens reads index -1, which is padding and so has the cached state.
     last = context.slots.n_new[:, None] - 1
     cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))

@@ -26,21 +26,21 @@ class Config(model_rat.Config):
 class RAT(model_rat.RAT):
 
     def forward(self, u, layer, context):
-        cfg, L, D = self.cfg, self.cfg.chunk, self.cfg.head_size
-        z, g, v, q, k = self.w_in(u).split(self.widths, -1)
+        cfg, K, D = self.cfg, self.cfg.chunk, self.cfg.head_size
+        z, r, v, q, k = self.w_in(u).split(self.widths, -1)
         q, k = (x.unflatten(-1, (-1, D)) for x in (q, k))       # (B, T, G, D)
         q = self.q_norm(q)
         if cfg.norm == "keys":
             k = self.k_norm(k)
         copies = cfg.n_head // cfg.qk_groups
         q, k = (torch.cat([x] * copies, 2).flatten(2) for x in (q, k))
-        a = torch.sigmoid(upcast(g) + self.gate_bias)
-        k_state, v_state = (kernels.scan(a, upcast(x), L) for x in (k, v))
+        g = torch.sigmoid(upcast(r) + self.gate_bias)
+        k_state, v_state = (kernels.scan(g, upcast(x), K) for x in (k, v))
         q, k_state, v_state = (model_rat.in_heads(x, cfg) for x in (q, k_state, v_state))
         if cfg.norm == "states":
             k_state = self.k_norm(k_state)
         final_k, final_v, cos, sin = (
-            x[:, :, L - 1::L] for x in (k_state, v_state, *context.rope["rat"]))
+            x[:, :, K - 1::K] for x in (k_state, v_state, *context.rope["rat"]))
         y = model_rat.read_states(q, k_state, v_state, apply_rope(final_k, cos, sin), final_v,
                                   context)
         return self.wo(torch.sigmoid(z) * y.transpose(1, 2).flatten(2).to(z.dtype))
