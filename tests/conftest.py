@@ -19,7 +19,7 @@ import torch
 
 torch.set_num_threads(1)
 FORKS = ROOT / "tests" / "forks"      # these are models as a user would add them
-sys.path.append(str(FORKS))
+sys.path += [str(FORKS), str(ROOT / "lab" / "experiments")]     # models of both are found by their names
 MODELS = [p.stem.removeprefix("model_") for folder in (ROOT, FORKS) for p in sorted(folder.glob("model_*.py"))]
 
 
