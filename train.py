@@ -40,7 +40,7 @@ import torch
 
 import graphs
 from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_start, load_teacher,
-                               read_log, save_checkpoint, time_of)
+                               read_log, save_checkpoint, stamp)
 from common.data import TextBatches, bits_per_byte, data_folder, is_task, open_data
 from common.device import Processes, compiles, device_name, stop_request
 from common.log import Log, in_words
@@ -229,9 +229,9 @@ def clear_gradients(run):
 
 @torch.no_grad()
 def evaluate(run):
-    """Return the mean cross-entropy of eval_batches of the validation data in nats a token, and
-    bits per byte. A task has no bits per byte, but the fractions of scored tokens and of rows that
-    are right.
+    """Return the mean cross-entropy of eval_batches batches of the validation data, in nats a
+    token, and bits per byte. A task has no bits per byte, but the fractions of scored tokens and of
+    rows that are right.
 
     In eval mode a model computes exactly what it computes when it decodes (but for LRT with
     prefill=interleaved). A model that has `estimate` (LRT) also estimates the cross-entropy by its
@@ -298,15 +298,15 @@ def evaluate_and_keep(run):
     if evaluates:
         save_and_evaluate(run)
     if last and evaluates or due(run.cfg.keep_interval):
-        save(run, "ckpt.pt")        # what goes on from here has the evaluation
+        save(run, "ckpt.pt")        # so that what goes on from here has the evaluation
     if due(run.cfg.keep_interval):
-        save(run, f"step_{run.step}.pt")    # ckpt.pt is never older
+        save(run, f"step_{run.step}.pt")    # last, so that it is never newer than ckpt.pt
 
 
 def save_and_evaluate(run):
-    """Save the state, evaluate it, and save it as best.pt if its loss is the best. The next save
-    tells that the state is evaluated. A run that is killed before evaluates it again when it is
-    resumed, with the same result."""
+    """Save the state, evaluate it, and save it as best.pt if its loss is the best. Only the next
+    save of ckpt.pt knows of the evaluation. A run that is killed before that save evaluates the
+    state again when it is resumed, with the same result."""
     save(run, "ckpt.pt")
     result = evaluate(run)
     ce = result["val_ce"]
@@ -381,7 +381,7 @@ def setup(argv):
     with procs.together():
         if procs.master and cfg.resume == "true" and not cfg.eval_only:
             lock(cfg.folder)
-            if time_of(cfg.folder / "ckpt.pt") != ckpt["saved_at"]:
+            if stamp(cfg.folder / "ckpt.pt") != ckpt["stamp"]:
                 raise UserError(f"{cfg.folder}: another run has saved there meanwhile; the same "
                                 f"command goes on from it")
         check_new(cfg)

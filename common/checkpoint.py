@@ -98,9 +98,9 @@ def load_checkpoint(path):
     return state
 
 
-def time_of(path):
-    """Return when a file was saved, in nanoseconds. Raise OSError if it does not exist."""
-    return path.stat().st_mtime_ns
+def stamp(path):
+    """Return what changes when a file is replaced. Raise OSError if it does not exist."""
+    return path.stat().st_ino, path.stat().st_mtime_ns
 
 
 def read_log(path):
@@ -163,15 +163,15 @@ def load_run(path, device="cpu", dtype="float32", **overrides):
 def load_start(start):
     """Return the checkpoint that a call of train.py starts from, or None. The TrainConfig `start`
     says which one. It is changed to what is done: resume=auto becomes true or false, and init_from
-    becomes empty if the checkpoint is the run's own. This one has an entry saved_at, by which
-    train.py sees whether another job has saved a newer one before it locked the folder."""
+    becomes empty if the checkpoint is the run's own. Its entry "stamp" tells
+    train.py whether another job has saved a newer one before the folder was locked."""
     own = start.folder / "ckpt.pt"
     if start.resume == "auto":                  # a scheduler starts the same command repeatedly
         start.resume = "true" if own.exists() else "false"
     if start.resume == "true" or start.eval_only and not start.init_from:
         start.init_from = ""
-        saved_at = time_of(own)
-        return {**load_checkpoint(own), "saved_at": saved_at}
+        before = stamp(own)
+        return {**load_checkpoint(own), "stamp": before}
     return load_initial(start.init_from) if start.init_from else None
 
 

@@ -408,6 +408,7 @@ def unlock(folder):
 
 
 def is_inside(path, folder) -> bool:
+    """Return whether a path is the folder itself or lies in it."""
     path, folder = Path(path).resolve(), Path(folder).resolve()
     return folder in (path, *path.parents)
 

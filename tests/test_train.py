@@ -391,7 +391,7 @@ def test_what_is_not_finite_stops_the_run_before_the_update(tmp_path, data_dir, 
     monkeypatch.setattr(train, "evaluate", lambda run: {"val_ce": 1.0 if run.step < 4 else math.nan})
     argv = runs.arguments("gpt", tmp_path / "b", data_dir, "eval_interval=2", "keep_interval=2")
     for more in [], ["resume=true"]:
-        with pytest.raises(UserError, match="val_ce is nan at step 4: the run stops"):
+        with pytest.raises(UserError, match="val_ce is nan at step 4: the run stops. If there is a best.pt, a copy of it"):
             train.train(trainer := train.setup([*argv, *more]))
         assert [checkpoint.load_checkpoint(trainer.folder / f"{name}.pt")["step"] for name in ("best", "ckpt")] == [2, 4]
         assert {f.name for f in trainer.folder.glob("step_*")} == {"step_2.pt"}
