@@ -163,8 +163,8 @@ def load_run(path, device="cpu", dtype="float32", **overrides):
 def load_start(start):
     """Return the checkpoint that a call of train.py starts from, or None. The TrainConfig `start`
     says which one. It is changed to what is done: resume=auto becomes true or false, and init_from
-    becomes empty if the checkpoint is the run's own. Its entry "stamp" tells
-    train.py whether another job has saved a newer one before the folder was locked."""
+    becomes empty if the checkpoint is the run's own. Its entry "stamp" tells train.py whether
+    another job has saved a newer one before the folder was locked."""
     own = start.folder / "ckpt.pt"
     if start.resume == "auto":                  # a scheduler starts the same command repeatedly
         start.resume = "true" if own.exists() else "false"
