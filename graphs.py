@@ -118,25 +118,26 @@ def replay(key, function, *inputs):
 
 def decoder(model, cache, then=lambda logits: logits, generators=()):
     """Return step(idx, n_valid=None) -> then(logits). A step runs the model on one more token a
-    row, idx (B, 1), and the logits are (B, 1, V). `then` is part of the graph. See stepper."""
+    row, idx (B, 1), and the logits are (B, 1, V). `then` is part of the graph. A model with
+    fast=false runs without a graph. See stepper."""
     def function(idx, n_valid):
         return [then(model(idx, cache=cache, n_valid=n_valid)[0])]
-    step = stepper(function, cache, generators)
+    step = stepper(function, cache, generators, model.cfg.fast)
     return lambda idx, n_valid=None: step(idx, n_valid)[0]
 
 
-def stepper(function, cache, generators=()):
+def stepper(function, cache, generators=(), fast=True):
     """Return step(idx, n_valid=None) -> function(idx, n_valid), a list of tensors. The function
     decodes idx (B, 1) with this cache. n_valid (B,) says how many real tokens each row has left: at
     1 or more the row decodes one, and at 0 or less it gets padding (None: each row decodes one). On
     a GPU the first step is a static call (decoding.py) without a graph, which compiles the kernels.
     The second step records the static call, and this and all later steps replay it. Where no step
-    can be recorded, each is an ordinary call."""
+    can be recorded, or with fast=False, each is an ordinary call."""
     graph, n_steps = None, 0
 
     def step(idx, n_valid=None):
         nonlocal graph, n_steps
-        if not recordable(cache.lengths.new_empty(0, dtype=cache.dtype)):
+        if not fast or not recordable(cache.lengths.new_empty(0, dtype=cache.dtype)):
             return function(idx, n_valid)
         ragged = cache.ragged or n_valid is not None
         n_new = torch.ones_like(cache.lengths) if n_valid is None else n_valid.clamp(0, 1)

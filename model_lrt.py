@@ -402,7 +402,8 @@ def decode_exact(model, idx, cache, n_valid):
     cache.place(T, n_valid)     # only to raise before the first one is written, if they do not fit
     # Each token is a step that a GPU can replay as a graph. At token t, n_valid - t real tokens of
     # a row are left. If none is left, the token is padding.
-    step = graphs.stepper(lambda new, left: [decode_pass(model, new, cache, left)], cache)
+    step = graphs.stepper(lambda new, left: [decode_pass(model, new, cache, left)], cache,
+                          fast=model.cfg.fast)
     xs = [step(idx[:, t:t + 1], None if n_valid is None else n_valid - t)[0] for t in range(T)]
     return torch.cat(xs, 1)
 

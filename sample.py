@@ -31,7 +31,7 @@ class Decoding(Options):
     """The options of every command that decodes."""
     device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
     dtype: str = choice("auto", "float32", "bfloat16")  # weights, cache; auto: bfloat16 on cuda
-    fast: bool = True               # false: naive code where decoding has it; only rounding differs
+    fast: bool = True               # false: naive code, and no CUDA graph; only rounding differs
 
 
 @dataclass

@@ -16,7 +16,7 @@ from emulated_graphs import emulate
 from sample import stream
 from test_models import each, tokens
 
-MORE = [("gpt", dict(fast=False)), ("lrt", dict(prefill="interleaved", pattern="SL", swa=5))]
+MORE = [("lrt", dict(prefill="interleaved", pattern="SL", swa=5))]
 CASES = [*each(repeat=True), *[pytest.param(name, sizes, id=f"{name}-{sizes}") for name, sizes in MORE]]
 
 
@@ -62,6 +62,17 @@ def test_a_step_replayed_is_an_ordinary_one(name, sizes, ends, recorded):
         cache.reset(), graph_cache.reset()
     # One graph is of the step. LRT's prompts and pairs of tokens are steps, too.
     assert len(recorded) >= 1 and (name == "lrt" or len(recorded) == 1)
+
+
+@pytest.mark.parametrize("name", ["gpt", "lrt"])    # LRT's prompts are steps, too
+def test_fast_false_records_nothing(name, recorded):
+    model, x = tiny(name, fast=False), tokens(2, 8)
+    cache = model.init_cache(2, 8)
+    step = graphs.decoder(model, cache)
+    model(x[:, :4], cache=cache)
+    for t in range(4, 8):
+        step(x[:, t:t + 1])
+    assert not recorded and not cache.static
 
 
 def test_a_full_cache_is_an_error_before_the_step(recorded):
