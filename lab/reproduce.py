@@ -77,7 +77,9 @@ class Experiment:
     `options`, and seeds, minutes and evaluate in place of the experiment's. For a column that is
     `text`, it has the row's text under the column's name. In options, {LABEL} is the folder of an
     earlier row's run of the same seed. from={LABEL}/step_N.pt, which is no option of train.py, goes
-    on from a checkpoint that keep_interval= has kept.
+    on from a checkpoint that keep_interval= has kept. With a grid, such as the learning rates of a
+    search, each row becomes as many rows as the grid has points: "ROW, POINT" has the options of
+    both.
 
     A column is `text`, `options` (those of the row), or the name of a value and its format, such as
     `val_bpb .3f`. With ` against ROW` behind the format, a column is the difference to that row.
@@ -97,6 +99,7 @@ class Experiment:
     options: str = ""           # of all rows
     seeds: int = 3              # runs of each row
     minutes: float = 1.0        # of a run on one core, an estimate
+    grid: dict = field(default_factory=dict)    # {POINT: options}
     evaluate: dict = field(default_factory=dict)    # {NAME: options of lab.eval}, after training
     bench: list = field(default_factory=list)       # arguments of lab.bench; {rows}: the folders
     picture: list = field(default_factory=list)     # panels {x, y: names; xscale, ylim, ...}
@@ -108,8 +111,12 @@ class Experiment:
             raise ValueError("bench must be a list of arguments of lab.bench")
         own = {"options": "", "seeds": self.seeds, "minutes": self.minutes,
                "evaluate": self.evaluate}
+        rows = {label: own | (row if isinstance(row, dict) else {"options": row})
+                for label, row in self.rows.items()}
+        self.rows = rows if not self.grid else {
+            f"{label}, {point}": {**row, "options": f"{row['options']} {options}"}
+            for label, row in rows.items() for point, options in self.grid.items()}
         for label, row in self.rows.items():
-            row = self.rows[label] = own | (row if isinstance(row, dict) else {"options": row})
             if unknown := row.keys() - {*own, *self.columns}:
                 raise ValueError(f"{label} has an unknown field {min(unknown)!r}")
             if not isinstance(row["evaluate"], dict):

@@ -240,6 +240,9 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     results.unlink()
     config.unlink()     # a model needs no file
     assert plan("title: a\ntier: cpu\nrows: {y: ''}")
+    searched = plan("title: a\ntier: cpu\nseeds: 1\nrows: {y: n_layer=2, z: {minutes: 3}}\ngrid: {low: n_head=2, high: n_head=4}")
+    assert [(run.label, *run.arguments[:-2], run.row["minutes"]) for run in searched] == [
+        ("y, low", "n_layer=2", "n_head=2", 1), ("y, high", "n_layer=2", "n_head=4", 1), ("z, low", "n_head=2", 3), ("z, high", "n_head=4", 3)]
 
 
 def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
