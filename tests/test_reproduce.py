@@ -439,6 +439,18 @@ def test_a_control_is_its_model_but_for_one_thing(name, keys, off, is_base):
     assert (model(idx)[0] - plain(idx)[0]).abs().max() < 1e-10
 
 
+def test_the_lstm_reads_earlier_tokens_alone():
+    lstm = importlib.import_module("model_lstm")
+    model = move(lstm.Model(lstm.Config(block_size=9, vocab_size=11, n_layer=2, n_head=2, n_embd=8)).double().eval(), 0.5)
+    idx = torch.randint(11, (2, 9))
+    for position in 0, 4, 8:
+        changed = idx.clone()
+        changed[:, position] = (changed[:, position] + 1) % 11
+        moved = (model(changed)[0] - model(idx)[0]).abs().amax((0, 2)) > 1e-12
+        assert moved.tolist() == [t >= position for t in range(9)]
+    assert sum(p.numel() for p in model.blocks[0].attn.parameters() if p.dim() == 2) == 3.5 * 8 ** 2
+
+
 def test_a_refresh_gives_keys_and_values_of_the_newest_memories():
     """In one layer with inject=kv, u does not depend on the memory. Then keys and values that are refreshed are those of a
     pass over all positions that reads the newest memories. With one subset there is nothing to refresh."""
