@@ -203,10 +203,11 @@ def attend_forward(
 def attend_block(q, k, v, bias):
     """Return out and lse of a block of queries (B, H, T, D) over keys (B, G, S, D)."""
     q, k, v = expanded_heads(q, k, v)
-    s = q @ k.mT / math.sqrt(q.size(-1)) + bias  # (1), (B, H, T, S)
-    lse = s.logsumexp(-1)  # (2), (B, H, T)
-    finite = lse.masked_fill(lse == -math.inf, 0)  # Without it, s - lse is NaN for an empty row.
-    return torch.exp(s - finite[..., None]) @ v, lse  # (3), (B, H, T, D)
+    with torch.autocast(q.device.type, enabled=False):  # It would round the factors to 16 bits.
+        s = q @ k.mT / math.sqrt(q.size(-1)) + bias  # (1), (B, H, T, S)
+        lse = s.logsumexp(-1)  # (2), (B, H, T)
+        finite = lse.masked_fill(lse == -math.inf, 0)  # else an empty row has NaN in s - lse
+        return torch.exp(s - finite[..., None]) @ v, lse  # (3), (B, H, T, D)
 
 
 def attend_gradients(

@@ -258,14 +258,13 @@ class HeadNorm(nn.Module):
         self.weights = nn.ParameterList(ones if cfg.rank else ones[:1] * cfg.n_loop)
 
     def forward(self, x, u):
-        """Return x, normalized, times the weight of use u, an int or a mask as in Block. In 16 bits
-        the normalized x and the weight are rounded before their product, which model_gpt's RMSNorm
-        does not do."""
+        """Return x, normalized, times the weight of use u, an int or a mask as in Block."""
         if isinstance(u, int):
             weight = self.weights[u]
         else:
             weight = (u @ torch.stack([*self.weights]))[:, None, None]      # (B, 1, 1, D)
-        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * weight.to(x.dtype)
+        # x may be in 16 bits, and the weight or autocast's rms_norm in 32.
+        return (F.rms_norm(x, x.shape[-1:], eps=self.eps) * weight).to(x.dtype)
 
 
 class MergedLinear(RelaxedLinear):

@@ -37,6 +37,14 @@ def test_own_pairs_are_one_more_key(number, device, dtype, tolerance):
     compare_own(*attend_case(number, *ATTENDS[number], dtype, device), tolerance)
 
 
+def test_autocast_rounds_no_sum(monkeypatch):
+    monkeypatch.setattr(kernels, "FUSED", ())
+    x = torch.randn(1, 2, 9, 16)
+    plain = kernels.attend_by_position(x, x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, kernels.attend_by_position(x, x, x), plain))
+
+
 @where(*PRECISION)
 @pytest.mark.parametrize("number", range(len(SPLITS)))
 def test_one_query_in_splits(number, device, dtype, tolerance):
