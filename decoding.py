@@ -40,7 +40,8 @@ A call goes through three steps, under no_grad:
                                             of slots 0 .. end - 1
     cache.advance(slots)                    counts the new tokens, once all layers have written
 Usually the context of the call does the first two (Cached, below), and the model's decode the last.
-LRT, RAT and RT's prefill take these steps in their own way. reset(rows) empties rows.
+LRT, RAT, MoR's later recursions and RT's prefill take these steps in their own way. reset(rows)
+empties rows.
 
 A static call (cache.static = True) is a ragged call with end = max_len. The host reads no number of
 the device in it, and all its shapes are the same from call to call, so that it can be recorded as a
@@ -71,7 +72,8 @@ class KVCache:
 
     lengths (B,) counts the tokens of each row, on the device. longest is their maximum, on the
     host; after static calls it may be too large. ragged says that lengths may differ, because a
-    call had n_valid or some rows were reset."""
+    call had n_valid, some rows were reset, or a static call failed. (In MoR's later recursions they
+    always may after a static call.)"""
     static = False
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):

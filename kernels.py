@@ -3,7 +3,7 @@ The fast paths of the models are built on these operators.
 
     attend_by_position(q, k, v, q_pos, ...)    softmax attention, masked by positions
     attend_by_position_backward(q, k, v, ...)  its backward pass alone
-    merge(out_a, lse_a, out_b, lse_b)          attention over two sets of keys made one
+    merge(out_a, lse_a, out_b, lse_b)          merges attention over two sets of keys
     scan(g, x, chunk, h0)                      a gated recurrence inside chunks
 
 Attention. Key j is visible to query i iff k_pos_j <= q_pos_i and, with a window, q_pos_i - k_pos_j
@@ -14,7 +14,7 @@ keys. slope is ALiBi's slope of the head (m_h in model_gpt.py), and 0 without AL
     (2)  lse_i = log sum_j e^{s_ij}
     (3)  out_i = sum_j p_ij v_j,   p_ij = e^{s_ij - lse_i}
 
-lse makes two softmaxes over disjoint sets of keys, a and b, into one:
+With lse, softmaxes over two disjoint sets of keys, a and b, are merged into one:
 
     (4)  lse = log(e^{lse_a} + e^{lse_b})
     (5)  out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b

@@ -61,7 +61,7 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields that all models have. Each is an option of a config file."""
-    block_size: int = 256        # tokens of a training sequence; the most keys with RoPE (RAT: any)
+    block_size: int = 256        # tokens of a training sequence; with RoPE (not in RAT) the most
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # layers (in a model with loops: unrolled ones)
     n_head: int = 4              # query heads
@@ -74,8 +74,9 @@ class BaseConfig:
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
     # A subclass has these values unless it makes fields of these names, as Config does below. Here
-    # they are constants of the class and no fields, because they have no annotation. gelu makes
-    # the MLP of RT, which has no option mlp, 4 n_embd wide. LRT has an MLP of its own.
+    # they are constants of the class and no fields, because they have no annotation. RT has no
+    # option mlp, and because of gelu its MLP is 4 n_embd wide. LRT has QK-norm, windows, an MLP and
+    # a head of its own.
     pos, window, scale_embeddings, n_mlp, mlp = "rope", 0, False, 0, "gelu"
     qk_norm, tie_embeddings = False, True
 
@@ -104,7 +105,7 @@ class BaseConfig:
 class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
-    pos: str = choice("rope", "alibi", "none")  # how positions enter (in code pos are numbers)
+    pos: str = choice("rope", "alibi", "none")  # how positions enter (a variable pos has numbers)
     qk_norm: bool = False        # RMSNorm of queries and keys before RoPE (one weight for heads)
     window: int = 0              # sliding window: how many keys a query attends to (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix

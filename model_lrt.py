@@ -64,11 +64,11 @@ of all passes' cross-entropies, and gradients flow through all passes, m and the
 
 The code takes N times the mean over all recomputed positions for L_0 + ... + L_{N-1}, which is the
 same if all subsets have equally many targets. A token of subset s reads a memory of subset s - 1,
-which has read one of subset s - 2, and so on down to the first pass, which has read none. So s + 1
-memories of consecutive tokens lead to it (fewer near the start): with N = 2, a token of subset 1
-reads a memory of subset 0, which has read a memory of the first pass, and these are two. N = T is
-the chain itself. The paper writes S for N, and finds the same loss with 2, 4 and 8 subsets (section
-4.3).
+which has read one of subset s - 2, and so on down to the first pass, which has read none. So a
+token of subset s depends on a chain of s + 1 memories, those of the tokens before it (fewer near
+the start): with N = 2, a token of subset 1 reads a memory of subset 0, which has read a memory of
+the first pass, and these are two. N = T is the chain itself. The paper writes S for N, and finds
+the same loss with 2, 4 and 8 subsets (section 4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
@@ -340,8 +340,9 @@ class Tokens(NamedTuple):
 
 
 class Context:
-    """The layers of a pass over n positions read this. (It is no subclass of model_gpt.Context,
-    because each pass of a call makes one.)
+    """The layers of a pass over n positions read this. A call makes one for each of its passes,
+    but it makes RoPE's tables only once, in Tokens. (So this is no subclass of model_gpt.Context,
+    which makes them itself.)
 
     x0, ve, rope, pos       the Tokens of the positions
     previous                their m_{t-1}, (B, n, C), or (B, 1, C) where all read the same one
@@ -471,9 +472,9 @@ class MemoryCache(KVCache):
 class Model(LanguageModel):
     """LRT, or its backbone if memory is false."""
     runs_blocks_once = False    # several passes run the blocks, so FSDP gathers all of them at once
-    # optimizer=muon tells a parameter's kind by its place and shape. These are the exceptions: rec
-    # has matrices outside of the blocks. The head is outside of them, too, and has a learning rate
-    # of its own, as have alpha and beta. AdamW trains the gates.
+    # optimizer=muon knows most kinds by place and shape. These are the exceptions: the matrices of
+    # rec may stand outside of the blocks. The head, alpha and beta have learning rates of their
+    # own. w_gate and w_value are gates, which AdamW trains.
     parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
                            alpha="alpha", beta="beta")
     nanochat_rates = True       # each kind has nanochat's learning rate (common/optim.py)
@@ -578,8 +579,8 @@ class Model(LanguageModel):
     @property
     def context_kept(self):
         """Return how many of the last tokens stay where a context is full. It is half of them where
-        there is a chain, because the prefill of a chain is slow and should not run at every
-        token."""
+        there is a chain, because the exact prefill of a chain is slow and should not run at every
+        token, and because prefill=interleaved approximates all that it reads."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.recurrent else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):

@@ -34,9 +34,10 @@ against whether the token was chosen, as a mean over A_{r-1}, summed over r:
 
     loss = ce + aux_weight sum_r mean(BCE(s, chosen))
 
-As in the authors' code, r = 1 is among them, whose tokens are all chosen. If causal=aux_router,
+As in the authors' code, the sum includes r = 1, where all tokens are chosen. If causal=aux_router,
 this loss trains a second router in place of s. The second router reads detached states, and its
-scores decide in decoding. Then s learns only as a factor in (2.1).
+scores decide in decoding. Then s learns only as a factor in (2.1), and by a z-loss, if there is one
+(z_loss).
 
 router=token (token choice, Section 2.2.1): a token chooses its depth i, the number of its
 recursions, once, from its state h_1 before F_1. (In model_relaxed.py h_1 is another state.)
@@ -443,7 +444,7 @@ class AllTokens(Context):
 
 class MaskedSubset:
     """The context of a later recursion in which all tokens run and the results of the chosen ones
-    (B, T) are kept. Only the chosen ones are visible if kv=recursion."""
+    (B, T) are kept. If kv=recursion, only the chosen ones are visible to others."""
 
     def __init__(self, tokens, chosen):
         self.cfg, self.tokens, self.kept = tokens.cfg, tokens, chosen       # A_r

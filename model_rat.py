@@ -55,9 +55,10 @@ code) and continued_states. A change of (3) has three, too: rat_naive, read_stat
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K. Three things are
 in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias b_g, G = 2, and that
 head h reads group h % G. This file differs from their code in these points:
-- k~ and v~ are float32 or better here, and bfloat16 there. rat_naive reads them as they are.
-  rat_fast rounds the final states and the own value to q's dtype, but not the own score. In
-  decoding a single token reads them from the cache, in the cache's dtype.
+- k~ and v~ are float32 or better here, and bfloat16 there. rat_naive reads them as they are,
+  except under autocast, which rounds them. rat_fast rounds the final states and the own value to
+  q's dtype, but not the own score. In decoding final states, and the own state of a single token,
+  are read from the cache, in its dtype.
 - b_g has no weight decay here, as norms have none. There it decays, which makes gates forget
   faster.
 - norm_eps is 1e-5 here, and 1e-6 there.
@@ -106,7 +107,7 @@ class Config(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         # This fills in the field, so that dataclasses.replace keeps the value.
-        self.qk_groups = self.qk_groups or 2 - self.n_head % 2
+        self.qk_groups = self.qk_groups or (1 if self.n_head % 2 else 2)
         # kinds has the kind of each layer.
         self.kinds = ["swa" if self.swa and i % 2 else self.mixer for i in range(self.n_layer)]
         check(self)
@@ -208,9 +209,9 @@ class Context:
 # ---- the fast path ----
 
 def rat_fast(q, k, v, g, context):
-    """Return the same as rat_naive. kernels.scan computes the recurrence. (3) is computed in two
-    parts. All queries share one set of final states, of which positions hide a part, so that their
-    scores are a matrix product. But each query has an own state that no other query reads."""
+    """Return the same as rat_naive. kernels.scan computes the recurrence. (3) has two parts. All
+    queries read the same final states, and a mask by positions hides some of them, so that these
+    scores are one matrix product. The own state of a token is read by the token's query alone."""
     cfg, K = context.cfg, context.cfg.chunk
     k_state, v_state = kernels.scan(g, k, K), kernels.scan(g, v, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
@@ -223,9 +224,10 @@ def rat_fast(q, k, v, g, context):
 def read_states(q, k_state, v_state, final_k, final_v, context):
     """Return (3), (B, H, T, D), from q and the own states k_state and v_state (B, H, T, D), which
     are not rotated, and from the final states of chunks 0 .. n - 1 (B, H, n, D), whose keys are
-    rotated. (A cache gives all of its slots in their place. The positions hide those that hold no
-    final state of an earlier chunk.) kernels.attend_by_position takes the own state as one more key
-    of its query. It wants the finished score of this key, which is computed here."""
+    rotated. (A call with a cache passes all slots of the cache in the place of final states. The
+    positions hide those that hold no final state of an earlier chunk.) kernels.attend_by_position
+    takes the own state as one more key of its query. It wants the finished score of this key, which
+    is computed here."""
     # A query and its own state have the same angle, so their score needs no RoPE.
     own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
@@ -375,7 +377,8 @@ def newest_slot(kind, context):
     per_slot, number = (cfg.chunk, context.chunk_of) if kind == "rat" else (1, context.pos)
     S = n_slots if cache.static else min(cache.longest // per_slot + 1, n_slots)
     bias = None
-    if context.padding is not None:  # a row has filled slots 0 .. number, and in a full ring all
+    # A row has filled slots 0 .. number, or all slots of a full ring.
+    if context.padding is not None:
         bias = attention_bias(number, torch.arange(S, device=number.device))
     return number % n_slots, S, bias
 

@@ -98,7 +98,7 @@ class Config(BaseConfig):
     pos: str = choice("alibi", "rope", "none")
     qk_norm: str = choice("none", "full")   # full: nq and nk, each with a weight
     recurrent: bool = True       # false: a plain Transformer, the baseline
-    kv_norm: bool = True         # whether (5) has n1, whatever nk is; false is worse (Appendix E.2)
+    kv_norm: bool = True         # whether (5) applies n1 to y; false is worse (Appendix E.2)
     schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: as fast says
     chunk: int = 32              # positions of a wavefront's chunk, at most
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
@@ -126,10 +126,10 @@ class Block(nn.Module):
     In training and in a prefill the default schedule, wavefront, runs none of these methods.
     (Decoding one token runs them.) rt_wavefront.py has the equations a second time, with a backward
     pass by hand, and rt_triton.py has parts of both a third time, for GPUs. A fork that changes an
-    equation has to change all three files, or to set schedule=naive or tiled. Then a change of (1),
-    (3), (4) or (5) is a change of a method below. A change of (2) has two places, naive and
-    Context.attention, which decoding calls. With schedule=tiled it has two more, met_temporary and
-    merge_tile, and merge_tile calls kernels.py."""
+    equation has to change it in all of these, or to set schedule=naive or tiled. Then a change of
+    (1), (3), (4) or (5) is a change of a method below. (BlockWithoutKVNorm has (5), too.) A change
+    of (2) has two places, naive and Context.attention, which decoding calls. With schedule=tiled it
+    has two more, met_temporary and merge_tile, and merge_tile calls kernels.py."""
 
     def __init__(self, cfg):
         super().__init__()
