@@ -35,9 +35,9 @@ whole packages. Tokens in a stretch of 64 tokens that also occurs in train are l
 
 A document must fit in memory, but a stream of documents need not. The same source and settings give
 the same tokens. A data set is made beside its place and then renamed, so that a call that fails or
-is stopped leaves nothing behind. The next call removes what a killed call left. meta.json records
-size, date and a hash of the local files that were read, and train.py tells whether they have
-changed.
+is stopped leaves nothing behind. The next call for this data set removes what a killed call left.
+meta.json records size, date and a hash of the local files that were read, and train.py tells
+whether they have changed.
 """
 import contextlib
 import glob

@@ -11,9 +11,10 @@ The trainer of every model. It runs as one process on a CPU or GPU, or through t
 
 The options are those of TrainConfig and of the chosen model's Config. common/options.py merges
 their defaults, a config file, a checkpoint and the command line. A single process makes a missing
-data set of local files itself. In all other cases prepare.py must make it first. out/<run>/
-receives ckpt.pt (the state that was saved last), best.pt (the state with the best validation loss),
-step_N.pt (with keep_interval=), log.jsonl and curves.png. `step` counts completed optimizer steps.
+data set of texts on this machine itself. In all other cases prepare.py must make it first.
+out/<run>/ receives ckpt.pt (the state that was saved last), best.pt (the state with the best
+validation loss), step_N.pt (with keep_interval=), log.jsonl and curves.png. `step` counts completed
+optimizer steps.
 
 On a GPU, Python takes longer to launch the kernels of a small model than they take to run.
 compile=true, which is auto's choice there, lets torch.compile fuse kernels; this takes a minute or
@@ -75,6 +76,7 @@ class Run:
     flops: float = 0.0      # floating-point operations of these steps
     evaluated: int = 0      # `step` at the last evaluation
     best_ce: float = math.inf   # validation loss of best.pt
+    stamp: object = None        # of ckpt.pt, on the first process
 
     @property
     def folder(self):
@@ -301,6 +303,8 @@ def evaluate_and_keep(run):
         save(run, "ckpt.pt")        # so that what goes on from here has the evaluation
     if due(run.cfg.keep_interval):
         save(run, f"step_{run.step}.pt")    # last, so that it is never newer than ckpt.pt
+    if run.log and (evaluates or due(run.cfg.keep_interval)):
+        run.log.restart()
 
 
 def save_and_evaluate(run):
@@ -331,7 +335,12 @@ def save(run, name):
         if not all(w is None or w.isfinite().all() for w in saved["weights"].values()):
             raise UserError(f"a weight is not finite at step {run.step}: the run stops, {KEPT}")
         if run.procs.master:
+            ckpt = run.folder / "ckpt.pt"
+            if stamp(ckpt) not in (run.stamp, None):    # a file system may have no locks
+                raise UserError(f"{run.folder}: another run has saved there meanwhile, so that "
+                                f"this one stops")
             save_checkpoint(run.folder / name, saved)
+            run.stamp = stamp(ckpt)
 
 
 def state(run):
@@ -589,6 +598,7 @@ def claim_folder(run):
         older = run.cfg.overwrite and OURS.fullmatch(file.name)
         if older or file.suffix == ".tmp" and OURS.fullmatch(file.stem):
             file.unlink()
+    run.stamp = stamp(folder / "ckpt.pt")
     run.log = Log(run)
 
 
@@ -637,7 +647,7 @@ def main(argv):
 def print_help(argv):
     """Print the usage, the trainer's options, those of the chosen model, and what its config file
     sets."""
-    given = split_args(argv, most=None)[1]
+    given = split_args([arg for arg in argv if not asks_help([arg])])[1]
     file = config_file(given)
     name = {**file, **given}.get("model", TrainConfig.model)
     print(help_text(TrainConfig, __doc__))
@@ -658,7 +668,7 @@ def finish(run, done):
             text = sample_text(run.model, run.batches.train.tokenizer, cfg.sample_prompt,
                                cfg.sample_tokens, seed=cfg.seed)
             say("\n".join(["-" * 80, text, "-" * 80]))
-        except (UserError, RuntimeError, ValueError) as e:  # no cache, too little memory
+        except Exception as e:  # no cache, too little memory, a kernel that does not compile
             say(f"note: no sample: {first_line(e)}")
     try:                        # a run needs neither lab nor matplotlib
         from lab.plot import draw_curves

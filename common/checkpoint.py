@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from common.device import auto_dtype
 from common.options import (UserError, first_line, is_inside, known, model_module, names, naming,
                             note, open_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
@@ -99,8 +100,8 @@ def load_checkpoint(path):
 
 
 def stamp(path):
-    """Return what changes when a file is replaced. Raise OSError if it does not exist."""
-    return path.stat().st_ino, path.stat().st_mtime_ns
+    """Return what changes when a file is replaced, or None if it does not exist."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
 
 
 def read_log(path):
@@ -151,10 +152,9 @@ def fingerprint(ckpt) -> str:
 
 def load_run(path, device="cpu", dtype="float32", **overrides):
     """Return the model in eval mode, the tokenizer and the checkpoint of a run's folder or of a
-    checkpoint's file. dtype names the type of the weights, which the model's caches have too; auto
-    is bfloat16 on CUDA and float32 elsewhere."""
-    if dtype == "auto":
-        dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
+    checkpoint's file. dtype names the type of the weights, which the model's caches have too
+    (common/device.py says what auto is)."""
+    dtype = auto_dtype(torch.device(device)) if dtype == "auto" else dtype
     ckpt = load_checkpoint(path)
     model = build_model(ckpt, **overrides).to(device, getattr(torch, dtype)).eval()
     return model, load_tokenizer(ckpt["tokenizer"]), ckpt
@@ -166,6 +166,8 @@ def load_start(start):
     becomes empty if the checkpoint is the run's own. Its entry "stamp" tells train.py whether
     another job has saved a newer one before the folder was locked."""
     own = start.folder / "ckpt.pt"
+    if start.eval_only and start.init_from:
+        start.resume = "false"
     if start.resume == "auto":                  # a scheduler starts the same command repeatedly
         start.resume = "true" if own.exists() else "false"
     if start.resume == "true" or start.eval_only and not start.init_from:

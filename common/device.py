@@ -8,6 +8,7 @@ import importlib.util
 import os
 import signal
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -69,11 +70,16 @@ def gpu_peaks(device):
     return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
+def auto_dtype(device):
+    """Return what dtype=auto means: bfloat16 on a CUDA GPU that computes in it, else float32."""
+    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if fast else "float32"
+
+
 def precision(cfg, device):
     """Return bfloat16 or float32, the type in which products are computed, as dtype= says. (On CUDA
     products of float32 are computed in TF32, see Processes.)"""
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    return auto if cfg.dtype == "auto" else cfg.dtype
+    return auto_dtype(device) if cfg.dtype == "auto" else cfg.dtype
 
 
 def autocast(cfg, device):
@@ -115,7 +121,8 @@ class Processes:
             torch.set_float32_matmul_precision("high")
         try:
             if self.world > 1:
-                dist.init_process_group("nccl" if cuda else "gloo",
+                # The others wait while the first process writes a checkpoint, perhaps for long.
+                dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=1),
                                         device_id=self.device if cuda else None)
         except (RuntimeError, ValueError) as e:
             raise UserError(f"the {self.world} processes do not meet: {first_line(e)}") from e
@@ -167,6 +174,7 @@ def stop_request():
     asks for a stop after the current step. Further signals change nothing, because timeout,
     torchrun and schedulers send several, and the state is to be saved. An evaluation and the step
     after it are not interrupted. SIGKILL ends a run at once, and in an evaluation no step is lost.
+    torchrun sends it 30 seconds after a SIGTERM or SIGINT, so that step and save must take less.
     A signal that was ignored at the start, as SIGHUP is under nohup, stays ignored."""
     asked = []
 

@@ -33,13 +33,17 @@ class Log:
         # None disables the bar if stderr is no terminal. Some terminals have no columns to show it.
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step",
                         disable=no_columns() or None, dynamic_ncols=True, file=sys.stderr)
-        self.lap = time.perf_counter(), run.tokens              # since the last line of the log
-        self.told = time.perf_counter(), run.tokens, run.step   # since the last sign of life
+        self.restart()
         self.torn = ""          # a line break after a line that could not be written whole
         # All GPUs together do `peak` operations a second at most. Products of float32 use TF32.
         # peak is None for an unknown GPU or a CPU.
         peaks, part = gpu_peaks(run.procs.device), 1 if run.procs.precision == "bfloat16" else 0.5
         self.peak = peaks and run.procs.world * part * peaks[0]
+
+    def restart(self):
+        """Measure speed from now on, because saving and evaluating are not training time."""
+        self.lap = time.perf_counter(), self.run.tokens     # since the last line of a step
+        self.told = *self.lap, self.run.step                # since the last sign of life
 
     def step(self, logged, write):
         """Count a training step that is done. If `write` is true, add a line with its values to
@@ -56,6 +60,7 @@ class Log:
         if not self.run.task:
             values["bpb"] = bits_per_byte(logged["ce"], self.run.batches.train)
         self.write(values)
+        self.lap = time.perf_counter(), self.run.tokens
         self.bar.set_postfix_str(f"ce {logged['ce']:.3f}, {rate / 1000:.1f}k tokens/s")
 
     def sign_of_life(self, ce):
@@ -84,7 +89,6 @@ class Log:
             if not self.torn:
                 note(f"{self.path} cannot be written ({e.strerror}); the run goes on")
             self.torn = "\n"
-        self.lap = time.perf_counter(), self.run.tokens     # evaluations are not training time
 
 
 def no_columns():

@@ -131,8 +131,8 @@ def in_one_line(e):
         return f"{str(e.filename):.100}: {reason}" if e.filename else reason
     if "WORLD_SIZE" in os.environ and isinstance(e, RuntimeError) and re.search(LOST, str(e)):
         return ""
-    kinds = {"the compiler failed (compile=false trains without it, and shows where an error of "
-             "the model is)": any(module.startswith(COMPILERS) for module in modules),
+    kinds = {"the compiler failed (compile=false trains without torch.compile, and fast=false "
+             "without Triton)": any(module.startswith(COMPILERS) for module in modules),
              "a compiler is missing or failed": re.search(NO_COMPILER, str(e)),
              "a library broke off, perhaps because a file is damaged": RUST in modules,
              "the processes cannot reach each other": "torch.distributed" in modules,
@@ -440,7 +440,10 @@ def replace_file(path, content):
     temporary = Path(f"{path}.tmp")
     try:
         with naming(path):
-            temporary.write_bytes(content)
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())     # a power cut between the two would leave an empty file
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -384,14 +384,15 @@ def record(run):
     if "commit" not in made:                            # an older version began the run
         made = {**made_by(THREADS), **made_from(run), **made}
     made["text"] = made["text"] or made_from(run)["text"]       # train.py may have prepared it
-    steps = [row for row in log if "lr" in row]         # the others are evaluations
+    steps = [row for row in log if "lr" in row]
+    evaluation = next((row for row in reversed(log) if "lr" not in row), {})
     # A run of fewer steps than log_interval has no such line, so that the speed is the whole run's.
     speeds = [row["tokens_per_second"] for row in steps] or [log[-1]["tokens"] / log[-1]["seconds"]]
     result = {"command": run.command, **made, "keys": file_options(run),
               "weights": fingerprint(ckpt)[:16],
               "parameters": sum(p.numel() for p in build_model(ckpt).parameters()),
               "tokens_per_second": median(speeds),
-              **{k: v for row in log for k, v in row.items() if k.startswith("val_")},
+              **{k: v for k, v in evaluation.items() if k.startswith("val_")},
               **{k: log[-1][k] for k in ("step", "tokens", "flops", "seconds")}}
     for name, options in run.row["evaluate"].items():
         with open(f"{run.folder}.txt", "a") as messages:
@@ -613,11 +614,13 @@ def write(experiment, runs):
     text = table(experiment, rows) if rows else ""
     text += how_made(experiment, sum(rows.values(), []) + measured)
     print(f"\n{experiment.title}\n\n{text}")
-    marks = re.compile(f"(<!-- {experiment.name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    # No other mark may stand between the two, so that no text is lost if an end is missing.
+    marks = re.compile(f"(<!-- {experiment.name} -->\n)(?:(?!<!-- ).)*(<!-- end -->)", re.DOTALL)
     found = False
     for file in HERE / "README.md", *LAB.rglob("*.md"):
-        if marks.search(old := file.read_text()):
-            file.write_text(marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old))
+        if marks.search(old := file.read_text("utf-8")):
+            new = marks.sub(lambda mark: f"{mark[1]}{text}\n{mark[2]}", old)
+            replace_file(file, new.encode())
             found = True
     if not found:
         note(f"no file has the lines <!-- {experiment.name} --> and <!-- end --> for this table")

@@ -210,18 +210,18 @@ def test_bfloat16_changes_the_loss(tmp_path, data_dir):
 
 
 def test_tokens_per_second_is_the_clocks(tmp_path, data_dir, monkeypatch):
-    """A clock moves by half a second a step, and by ten an evaluation, which is no training time. A step has 2 x 16
-    tokens, so that 64 tokens a second are logged."""
-    run = setup("gpt", tmp_path, data_dir, "max_steps=4", "eval_interval=2")
+    """A clock moves by half a second a step, and by ten an evaluation or a save, which are no training time. A step has
+    2 x 16 tokens, so that 64 tokens a second are logged."""
+    run = setup("gpt", tmp_path, data_dir, "max_steps=5", "eval_interval=2", "keep_interval=3")
     now = [run.log.lap[0]]
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
-    for name, seconds in ("train_step", 0.5), ("evaluate", 10.0):
+    for name, seconds in ("train_step", 0.5), ("evaluate", 10.0), ("save_checkpoint", 10.0):
         def later(*given, function=getattr(train, name), seconds=seconds):
             now[0] += seconds
             return function(*given)
         monkeypatch.setattr(train, name, later)
     train.train(run)
-    assert logged(run, "tokens_per_second") == [64.0] * 4
+    assert logged(run, "tokens_per_second") == [64.0] * 5
 
 
 def test_the_readmes_model_is_the_tested_one():

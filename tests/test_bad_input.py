@@ -206,7 +206,7 @@ def of_library(module, kind, text):
     (RuntimeError("CUDA out of memory. Tried to allocate 5 GiB"), "not enough memory: CUDA out of"),
     (of_library("pyo3_runtime", BaseException, "range end index 2\nmore"),
      "a library broke off, perhaps because a file is damaged: range end"),
-    (of_library("torch._inductor.exc", RuntimeError, "No working C++ compiler\nmore"), "the compiler failed (compile=false"),
+    (of_library("torch._inductor.exc", RuntimeError, "No working C++ compiler\nmore"), "the compiler failed (compile=false trains"),
     (RuntimeError("Failed to find C compiler. Please specify via CC"), "a compiler is missing or failed: Failed to find"),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "the device failed: CUDA error: CUBLAS"),
     (torch.distributed.DistNetworkError("no route\nmore"), "the processes cannot reach each other: no route")])

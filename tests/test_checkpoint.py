@@ -1,4 +1,5 @@
 """Checkpoints are not lost by a kill at any moment, nor by a full disk. Damaged and hostile files are refused."""
+import contextlib
 import hashlib
 import io
 import os
@@ -233,6 +234,22 @@ def test_a_run_that_has_saved_meanwhile_is_not_resumed(tmp_path, data_dir, monke
     with pytest.raises(UserError, match="another run has saved there meanwhile"):
         train.setup(runs.arguments("gpt", tmp_path, data_dir, "resume=auto"))
     options.unlock(run.folder)
+
+
+@pytest.mark.parametrize("other_saves", [True, False])
+def test_a_run_stops_if_another_saves_in_its_folder(other_saves, tmp_path, data_dir, monkeypatch):
+    """It may be on another machine, if the file system has no locks between machines. A user may remove ckpt.pt."""
+    def step(run, signals, step=train.train_step):
+        if run.step == 3:
+            (run.folder / "ckpt.pt").unlink()
+            if other_saves:
+                checkpoint.save_checkpoint(run.folder / "ckpt.pt", {**train.state(run), "step": 99})
+        return step(run, signals)
+    monkeypatch.setattr(train, "train_step", step)
+    with pytest.raises(UserError, match="another run has saved there") if other_saves else contextlib.nullcontext():
+        runs.run("gpt", tmp_path, data_dir, "eval_interval=2")
+    unlock(tmp_path / "r")
+    assert checkpoint.load_checkpoint(tmp_path / "r")["step"] == (99 if other_saves else 6)
 
 
 def test_full_disk_leaves_the_last_checkpoint(tmp_path, data_dir, monkeypatch):

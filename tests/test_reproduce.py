@@ -68,6 +68,8 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     (copy / "lab" / "experiments").mkdir()
     (copy / "lab" / "experiments" / "model_control.py").write_text("from model_gpt import Config, Model\n")
     (copy / "README.md").write_text("before\n<!-- trial -->\nold\n<!-- end -->\nafter\n")
+    no_end = "<!-- trial -->\nmine\n<!-- other -->\n<!-- end -->\n"    # it stays as it is
+    (copy / "lab" / "mine.md").write_text(no_end)
     lines = copy / "lab" / "results" / "trial.jsonl"
 
     def call(**changes):
@@ -80,6 +82,7 @@ def test_runs_are_made_once_and_written_into_the_documents(data_dir, tmp_path):
     assert p.returncode == 0, p.stdout + p.stderr
     written = (copy / "README.md").read_text()
     assert written.startswith("before") and written.endswith("<!-- end -->\nafter\n") and "old" not in written
+    assert (copy / "lab" / "mine.md").read_text() == no_end
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in written.splitlines() if line.startswith("| f")]
     assert [(row[0], row[2], row[3]) for row in rows] == [("first", "as it is", "6"), ("from the third step", "", "5"),
                                                           ("from its weights", "", "2")]

@@ -9,7 +9,7 @@ canon=A     before the attention, on u = RMSNorm(x)
 canon=AC    also before the MLP, on its RMSNorm(x)
 
 The paper also has Canon layers on queries, keys and values (B) and inside of the MLP (D). The model
-trains and evaluates. It has no cache, so that sample_tokens=0 is needed.
+trains and evaluates. It has no cache, so that it writes no text.
 """
 from dataclasses import dataclass
 
@@ -68,5 +68,4 @@ class Model(model_lrt.Model):
                 block.mlp.__class__, block.mlp.canon = MLP, Canon(cfg.n_embd)
 
     def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains (sample_tokens=0) and "
-                        "evaluates")
+        raise UserError("this model has no cache to decode with: it trains and evaluates")

@@ -6,7 +6,7 @@ Schmidhuber 1997) in the place of attention. It shows what recurrence does witho
 
 u is the normed input of the layer, and h and c have n_embd / 2 numbers each. So a layer has
 3.5 C^2 weights, and attention has 4 C^2. Options of attention have no effect. The model trains and
-evaluates. It has no cache, so that sample_tokens=0 is needed.
+evaluates. It has no cache, so that it writes no text.
 """
 import torch.nn as nn
 
@@ -40,5 +40,4 @@ class Model(model_gpt.LanguageModel):
         return 0.0
 
     def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains (sample_tokens=0) and "
-                        "evaluates")
+        raise UserError("this model has no cache to decode with: it trains and evaluates")

@@ -6,7 +6,7 @@ norm=keys       k, before the recurrence
 norm=states     k~, after the recurrence: the key that queries attend to
 
 RAT.forward below is RAT.forward and rat_fast of model_rat.py in one, with the norms. The model
-trains and evaluates. It has no cache, so that sample_tokens=0 is needed.
+trains and evaluates. It has no cache, so that it writes no text.
 """
 from dataclasses import dataclass
 
@@ -57,5 +57,4 @@ class Model(model_rat.Model):
                 block.mix.k_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
 
     def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains (sample_tokens=0) and "
-                        "evaluates")
+        raise UserError("this model has no cache to decode with: it trains and evaluates")

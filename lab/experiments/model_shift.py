@@ -9,7 +9,7 @@ values=false    the backbone has no value embeddings, which shows what these alo
 shift=none, the default, is the backbone. memory= and source= follow from shift=, and other values
 of them have no effect.
 
-The models train and evaluate. They have no cache, so that sample_tokens=0 is needed.
+The models train and evaluate. They have no cache, so that they write no text.
 """
 from dataclasses import dataclass
 
@@ -65,5 +65,4 @@ class Model(model_lrt.Model):
         return model_lrt.norm(x + self.mix * before(x), self.cfg.norm_eps)
 
     def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains (sample_tokens=0) and "
-                        "evaluates")
+        raise UserError("this model has no cache to decode with: it trains and evaluates")

@@ -1,7 +1,6 @@
 """
 RT with a shift by one token. It shows what a shift gives without recurrence, and what recurrence
-gives beside a shift. The model trains and evaluates. It has no cache, so that sample_tokens=0 is
-needed.
+gives beside a shift. The model trains and evaluates. It has no cache, so that it writes no text.
 
 smear=keys          a token's key is a mean of its own key and the previous token's,
                     k_i <- s k_i + (1 - s) k_{i-1}, where s = sigmoid(a), one a for each head
@@ -66,5 +65,4 @@ class Model(model_rt.Model):
         self.init_weights()
 
     def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains (sample_tokens=0) and "
-                        "evaluates")
+        raise UserError("this model has no cache to decode with: it trains and evaluates")
