@@ -126,6 +126,6 @@ def fork(function, *args):
     it, because a fork after OpenMP has run would hang."""
     ctx = multiprocessing.get_context("forkserver")
     ctx.set_forkserver_preload(["torch", "torch.distributed.fsdp", "matplotlib.pyplot", "train", "runs"])
-    process = ctx.Process(target=function, args=args)
+    process = ctx.Process(target=function, args=args, daemon=True)  # it does not outlive a test that fails
     process.start()
     return process
