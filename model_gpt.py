@@ -61,7 +61,7 @@ def choice(*allowed):
 @dataclass
 class BaseConfig:
     """The fields that all models have. Each is an option of a config file."""
-    block_size: int = 256        # tokens of a training sequence; with RoPE (not in RAT) the most
+    block_size: int = 256        # tokens of a training sequence; RoPE's longest context (RAT: any)
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # layers (in a model with loops: unrolled ones)
     n_head: int = 4              # query heads

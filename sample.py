@@ -30,8 +30,8 @@ from decoding import next_tokens
 class Decoding(Options):
     """The options of every command that decodes."""
     device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
-    dtype: str = choice("auto", "float32", "bfloat16")  # weights, cache; auto: bfloat16 on cuda
-    fast: bool = True               # false: naive code, and no CUDA graph; only rounding differs
+    dtype: str = choice("auto", "float32", "bfloat16")  # weights, cache; auto: as train.py
+    fast: bool = True               # false: naive code where decoding has it, no CUDA graph
 
 
 @dataclass

@@ -33,6 +33,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -76,7 +77,7 @@ class Run:
     flops: float = 0.0      # floating-point operations of these steps
     evaluated: int = 0      # `step` at the last evaluation
     best_ce: float = math.inf   # validation loss of best.pt
-    stamp: object = None        # of ckpt.pt, on the first process
+    stamp: bytes = None         # of the ckpt.pt that it has saved or comes from
 
     @property
     def folder(self):
@@ -295,7 +296,7 @@ def evaluate_and_keep(run):
     step_N.pt after each keep_interval steps. A state that cannot be evaluated is not kept."""
     def due(interval):
         return run.step > 0 and interval > 0 and run.step % interval == 0
-    last = run.step >= run.cfg.max_steps
+    start, last = time.perf_counter(), run.step >= run.cfg.max_steps
     evaluates = run.evaluated < run.step and (last or due(run.cfg.eval_interval))
     if evaluates:
         save_and_evaluate(run)
@@ -303,8 +304,8 @@ def evaluate_and_keep(run):
         save(run, "ckpt.pt")        # so that what goes on from here has the evaluation
     if due(run.cfg.keep_interval):
         save(run, f"step_{run.step}.pt")    # last, so that it is never newer than ckpt.pt
-    if run.log and (evaluates or due(run.cfg.keep_interval)):
-        run.log.restart()
+    if run.log:
+        run.log.leave_out(time.perf_counter() - start)
 
 
 def save_and_evaluate(run):
@@ -340,7 +341,8 @@ def save(run, name):
                 raise UserError(f"{run.folder}: another run has saved there meanwhile, so that "
                                 f"this one stops")
             save_checkpoint(run.folder / name, saved)
-            run.stamp = stamp(ckpt)
+            if name == "ckpt.pt":
+                run.stamp = stamp(ckpt)
 
 
 def state(run):
@@ -357,7 +359,7 @@ def state(run):
 
 def restore(run, ckpt):
     """Go on from the state of a checkpoint. The model has its weights already."""
-    for name in PROGRESS:
+    for name in (*PROGRESS, "stamp"):
         setattr(run, name, ckpt[name])
     now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint,
            "precision": run.procs.precision}
@@ -598,7 +600,6 @@ def claim_folder(run):
         older = run.cfg.overwrite and OURS.fullmatch(file.name)
         if older or file.suffix == ".tmp" and OURS.fullmatch(file.stem):
             file.unlink()
-    run.stamp = stamp(folder / "ckpt.pt")
     run.log = Log(run)
 
 
@@ -647,7 +648,7 @@ def main(argv):
 def print_help(argv):
     """Print the usage, the trainer's options, those of the chosen model, and what its config file
     sets."""
-    given = split_args([arg for arg in argv if not asks_help([arg])])[1]
+    given = split_args([arg for arg in argv if not asks_help([arg])], most=None)[1]
     file = config_file(given)
     name = {**file, **given}.get("model", TrainConfig.model)
     print(help_text(TrainConfig, __doc__))

@@ -72,8 +72,10 @@ def gpu_peaks(device):
 
 def auto_dtype(device):
     """Return what dtype=auto means: bfloat16 on a CUDA GPU that computes in it, else float32."""
-    fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bfloat16" if fast else "float32"
+    if device.type != "cuda":
+        return "float32"
+    with torch.cuda.device(device):
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
 
 
 def precision(cfg, device):
@@ -122,7 +124,7 @@ class Processes:
         try:
             if self.world > 1:
                 # The others wait while the first process writes a checkpoint, perhaps for long.
-                dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(hours=1),
+                dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=30),
                                         device_id=self.device if cuda else None)
         except (RuntimeError, ValueError) as e:
             raise UserError(f"the {self.world} processes do not meet: {first_line(e)}") from e
@@ -174,7 +176,7 @@ def stop_request():
     asks for a stop after the current step. Further signals change nothing, because timeout,
     torchrun and schedulers send several, and the state is to be saved. An evaluation and the step
     after it are not interrupted. SIGKILL ends a run at once, and in an evaluation no step is lost.
-    torchrun sends it 30 seconds after a SIGTERM or SIGINT, so that step and save must take less.
+    torchrun sends it 30 seconds after one of these, so that step and save must take less.
     A signal that was ignored at the start, as SIGHUP is under nohup, stays ignored."""
     asked = []
 

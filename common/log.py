@@ -33,17 +33,18 @@ class Log:
         # None disables the bar if stderr is no terminal. Some terminals have no columns to show it.
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step",
                         disable=no_columns() or None, dynamic_ncols=True, file=sys.stderr)
-        self.restart()
+        self.lap = time.perf_counter(), run.tokens              # since the last line of a step
+        self.told = *self.lap, run.step                         # since the last sign of life
         self.torn = ""          # a line break after a line that could not be written whole
         # All GPUs together do `peak` operations a second at most. Products of float32 use TF32.
         # peak is None for an unknown GPU or a CPU.
         peaks, part = gpu_peaks(run.procs.device), 1 if run.procs.precision == "bfloat16" else 0.5
         self.peak = peaks and run.procs.world * part * peaks[0]
 
-    def restart(self):
-        """Measure speed from now on, because saving and evaluating are not training time."""
-        self.lap = time.perf_counter(), self.run.tokens     # since the last line of a step
-        self.told = *self.lap, self.run.step                # since the last sign of life
+    def leave_out(self, seconds):
+        """Leave out of all speeds a time that went into saving and evaluating."""
+        self.lap = self.lap[0] + seconds, *self.lap[1:]
+        self.told = self.told[0] + seconds, *self.told[1:]
 
     def step(self, logged, write):
         """Count a training step that is done. If `write` is true, add a line with its values to

@@ -132,7 +132,7 @@ def in_one_line(e):
     if "WORLD_SIZE" in os.environ and isinstance(e, RuntimeError) and re.search(LOST, str(e)):
         return ""
     kinds = {"the compiler failed (compile=false trains without torch.compile, and fast=false "
-             "without Triton)": any(module.startswith(COMPILERS) for module in modules),
+             "without our kernels)": any(module.startswith(COMPILERS) for module in modules),
              "a compiler is missing or failed": re.search(NO_COMPILER, str(e)),
              "a library broke off, perhaps because a file is damaged": RUST in modules,
              "the processes cannot reach each other": "torch.distributed" in modules,
@@ -443,7 +443,7 @@ def replace_file(path, content):
             with open(temporary, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())     # a power cut between the two would leave an empty file
+                os.fsync(file.fileno())     # else a power cut may leave an empty file
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -541,7 +541,7 @@ class TrainConfig(Options):
     # how to run
     seed: int = 1337  # of the weights, the batches and dropout
     device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
-    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 on cuda
+    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 on a cuda that has it
     compile: str = choice("auto", "true", "false", "graph")  # true: torch.compile; auto: on cuda
     fsdp: bool = False  # torchrun: shard weights and optimizer (FSDP2)
     teacher: str = ""  # distil from this model, named as in init_from

@@ -228,7 +228,7 @@ def test_a_run_that_has_saved_meanwhile_is_not_resumed(tmp_path, data_dir, monke
 
     def read_and_wait(start, load=train.load_start):
         ckpt = load(start)
-        checkpoint.save_checkpoint(run.folder / "ckpt.pt", train.state(run))
+        checkpoint.save_checkpoint(run.folder / "ckpt.pt", {**train.state(run), "tokens": 1})
         return ckpt
     monkeypatch.setattr(train, "load_start", read_and_wait)
     with pytest.raises(UserError, match="another run has saved there meanwhile"):
@@ -236,8 +236,8 @@ def test_a_run_that_has_saved_meanwhile_is_not_resumed(tmp_path, data_dir, monke
     options.unlock(run.folder)
 
 
-@pytest.mark.parametrize("other_saves", [True, False])
-def test_a_run_stops_if_another_saves_in_its_folder(other_saves, tmp_path, data_dir, monkeypatch):
+@pytest.mark.parametrize("resumed, other_saves", [(False, True), (True, True), (False, False)])
+def test_a_run_stops_if_another_saves_in_its_folder(resumed, other_saves, tmp_path, data_dir, monkeypatch):
     """It may be on another machine, if the file system has no locks between machines. A user may remove ckpt.pt."""
     def step(run, signals, step=train.train_step):
         if run.step == 3:
@@ -245,9 +245,12 @@ def test_a_run_stops_if_another_saves_in_its_folder(other_saves, tmp_path, data_
             if other_saves:
                 checkpoint.save_checkpoint(run.folder / "ckpt.pt", {**train.state(run), "step": 99})
         return step(run, signals)
+    keys = "gpt", tmp_path, data_dir, f"eval_interval={100 if resumed else 2}"
+    if resumed:
+        runs.run(*keys, "max_steps=2")
     monkeypatch.setattr(train, "train_step", step)
     with pytest.raises(UserError, match="another run has saved there") if other_saves else contextlib.nullcontext():
-        runs.run("gpt", tmp_path, data_dir, "eval_interval=2")
+        runs.run(*keys, "resume=auto")
     unlock(tmp_path / "r")
     assert checkpoint.load_checkpoint(tmp_path / "r")["step"] == (99 if other_saves else 6)
 

@@ -75,6 +75,14 @@ def test_a_source_of_other_numbers_of_layers_is_taken_evenly(layers, taken):
     assert [source["w"] for source in model_relaxed.source_layers(weights, 6)] == taken
 
 
+def test_a_norm_of_heads_keeps_the_dtype():
+    """Its input is in 16 bits under autocast, and its weight is not."""
+    norm = model_relaxed.HeadNorm(tiny("relaxed").cfg)
+    x = torch.randn(2, 3, 5, norm.weights[0].numel())
+    found = norm.float()(x.bfloat16(), 0)
+    assert found.dtype == torch.bfloat16 and torch.allclose(found.float(), norm(x, 0), rtol=0.02, atol=0.02)
+
+
 def test_a_norm_near_zero_is_refused_by_name():
     """A mean may vanish where its terms do not. Deltas that start at zero are not divided by it, and they can learn."""
     gpt, x = tiny("gpt", n_layer=6), tokens(2, 20)

@@ -4,9 +4,9 @@ Schmidhuber 1997) in the place of attention. It shows what recurrence does witho
 
     h_t, c_t = LSTM(u_t, h_{t-1}, c_{t-1}),    the mixer's output is Wo h_t
 
-u is the normed input of the layer, and h and c have n_embd / 2 numbers each. So a layer has
-3.5 C^2 weights, and attention has 4 C^2. Options of attention have no effect. The model trains and
-evaluates. It has no cache, so that it writes no text.
+u (B, T, C) is the normed input of the layer, and h and c have C / 2 numbers each. So the mixer's
+matrices have 3.5 C^2 weights, and those of attention have 4 C^2. Options of attention have no
+effect. The model trains and evaluates. It has no cache, so that it writes no text.
 """
 import torch.nn as nn
 
