@@ -347,10 +347,7 @@ class LanguageModel(nn.Module):
         Returns logits (B, T, V) in float32 or better, the loss (None without targets) and a dict,
         which has the cross-entropy, "ce", if there are targets. (A model's loss may have further
         terms.) With a cache everything runs under no_grad."""
-        if idx.numel() == 0:
-            raise ValueError(f"idx {tuple(idx.shape)} holds no token")
-        if cache is not None or n_valid is not None:
-            check_rows(idx, cache, n_valid)
+        check_call(idx, cache, n_valid)
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             h = self.hidden(idx) if cache is None else self.decode(idx, cache, n_valid)
             logits = upcast(self.head(h))  # (B, T, V)
@@ -487,13 +484,15 @@ def compute_dtype(x):
     return torch.get_autocast_dtype(device) if mixed else x.dtype
 
 
-def check_rows(idx, cache, n_valid):
-    """Raise ValueError if a cache is missing, or if it has another number of rows than the tokens
-    idx (B, T) and n_valid (B,) or None."""
-    if cache is None:
+def check_call(idx, cache, n_valid):
+    """Raise ValueError if idx (B, T) is empty, if n_valid (B,) comes without a cache, or if one of
+    them has another number of rows than the cache."""
+    if idx.numel() == 0:
+        raise ValueError(f"idx {tuple(idx.shape)} holds no token")
+    if n_valid is not None and cache is None:
         raise ValueError("n_valid is for a call with a cache")
     for name, x in (("idx", idx), ("n_valid", n_valid)):
-        if x is not None and len(x) != len(cache.lengths):
+        if cache is not None and x is not None and len(x) != len(cache.lengths):
             raise ValueError(f"{name} has {len(x)} rows, and the cache has {len(cache.lengths)}")
 
 

@@ -119,7 +119,7 @@ import graphs
 import kernels
 from decoding import KVCache
 from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, attention_bias,
-                       choice, cross_entropy, rope_tables, upcast, visible_keys)
+                       check_call, choice, cross_entropy, rope_tables, upcast, visible_keys)
 
 
 @dataclass
@@ -526,12 +526,12 @@ class Model(LanguageModel):
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """The contract is that of all models. In interleaved training the loss is (6), "ce" in aux
         is the cross-entropy of the recomputed positions, and "ce_first" that of the first pass."""
+        check_call(idx, cache, n_valid)
         cfg, N, T = self.cfg, self.cfg.subsets, idx.size(1)
         if cache is None and T > cfg.block_size:  # a cache counts its tokens itself
             raise ValueError(f"{T} tokens are more than block_size={cfg.block_size}")
         algorithm1 = self.training and cfg.train_path_used == "interleaved" and cache is None
-        # super refuses an empty idx, and n_valid without a cache.
-        if not algorithm1 or targets is None or idx.numel() == 0 or n_valid is not None:
+        if not algorithm1 or targets is None:
             return super().forward(idx, targets, cache, n_valid)
         x, first, *_ = interleaved(self, self.embed(idx))
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)

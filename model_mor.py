@@ -90,7 +90,7 @@ import torch.nn.functional as F
 
 from decoding import Cached, KVCache
 from model_gpt import (BaseConfig, Block, Context, LanguageModel, attention_bias,
-                       choice, cross_entropy, init_weights, upcast, visible_keys)
+                       check_call, choice, cross_entropy, init_weights, upcast, visible_keys)
 
 
 @dataclass
@@ -247,14 +247,14 @@ class Model(LanguageModel):
             h = self.recursion(r, h, tokens.subset(r, tokens.kept & (depth >= r)))
         return self.exit(h1, h, p, depth), depth, (scores, p, depth)
 
-    def choose_depth(self, h1, most):
-        """Return the scores and p of h_1 (..., C), (..., R) each, and depths (...) from 1 to
-        `most`. A token that chose a greater depth stops at `most`, and (2.2) takes the p of depth
-        `most` for it."""
+    def choose_depth(self, h1, n_run):
+        """Return the scores and p of h_1 (..., C), (..., R) each, and depths (...) from 1 to n_run.
+        A token that chose a greater depth stops at n_run, and (2.2) takes the p of depth n_run for
+        it."""
         scores = self.router(h1)
         p = self.gate(scores)
         depth = 1 + (p + self.balance_bias).argmax(-1)                     # i: (...)
-        return scores, p, depth.clamp(max=most)
+        return scores, p, depth.clamp(max=n_run)
 
     def exit(self, h1, h, p, depth):
         return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)    # (2.2)
@@ -292,8 +292,8 @@ class Model(LanguageModel):
         has what the router's loss logs. In eval mode with router=expert it also has "ce_topk". In
         training the router's loss is added to ce."""
         cfg = self.cfg
-        plain = targets is None or cfg.router == "none"
-        if plain or cache is not None or n_valid is not None or idx.numel() == 0:
+        check_call(idx, cache, n_valid)
+        if targets is None or cfg.router == "none" or cache is not None:
             return super().forward(idx, targets, cache, n_valid)
         h, depth, decisions = self.states(idx, top_k=self.training)
         logits = upcast(self.head(h))

@@ -89,7 +89,7 @@ import torch.nn.functional as F
 
 import model_gpt
 from decoding import KVCache
-from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, choice,
+from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, check_call, choice,
                        cross_entropy, init_weights, upcast)
 
 
@@ -414,8 +414,8 @@ class Model(LanguageModel):
         "ce_loop1", "ce_loop2", ... While loop_warmup runs fewer loops, the last of them has the
         loss and the weight of loop R."""
         exits = self.training and self.cfg.early_exit != "none" and cache is None
-        # super refuses an empty idx, and n_valid without a cache.
-        if not exits or targets is None or idx.numel() == 0 or n_valid is not None:
+        check_call(idx, cache, n_valid)
+        if not exits or targets is None:
             return super().forward(idx, targets, cache, n_valid)
         *earlier, last = [upcast(self.head(self.norm(h))) for h in self.loop_states(idx)]
         *c_earlier, c_last = self.loop_weights()
