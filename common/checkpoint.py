@@ -101,7 +101,7 @@ def load_checkpoint(path):
 
 def stamp(path):
     """Return the SHA-256 at the end of a checkpoint, or None if there is no such file."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_file(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 32))
         return file.read()
 
