@@ -296,7 +296,8 @@ def evaluate_and_keep(run):
     step_N.pt after each keep_interval steps. A state that cannot be evaluated is not kept."""
     def due(interval):
         return run.step > 0 and interval > 0 and run.step % interval == 0
-    start, last = time.perf_counter(), run.step >= run.cfg.max_steps
+    start = time.perf_counter()
+    last = run.step >= run.cfg.max_steps
     evaluates = run.evaluated < run.step and (last or due(run.cfg.eval_interval))
     if evaluates:
         save_and_evaluate(run)

@@ -541,7 +541,7 @@ class TrainConfig(Options):
     # how to run
     seed: int = 1337  # of the weights, the batches and dropout
     device: str = "auto"  # auto | cpu | mps | cuda | cuda:N
-    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 on a cuda that has it
+    dtype: str = choice("auto", "float32", "bfloat16")  # auto: bfloat16 if a GPU has it
     compile: str = choice("auto", "true", "false", "graph")  # true: torch.compile; auto: on cuda
     fsdp: bool = False  # torchrun: shard weights and optimizer (FSDP2)
     teacher: str = ""  # distil from this model, named as in init_from
