@@ -169,16 +169,16 @@ class Cached:
 
         class CachedContext(Cached, Context): ...
 
-    Context is model_gpt's, or has its arguments (cfg, x, pos, k_pos, causal). A Context reads B, T,
-    the dtype and the device of x, but no value, so that an uninitialized x is enough. `more` are
+    Context is model_gpt's, or has its arguments (cfg, x, pos, k_pos, in_order). A Context reads B,
+    T, the dtype and the device of x, but no value, so that an uninitialized x is enough. `more` are
     further arguments of a Context."""
 
     def __init__(self, cfg, cache, T, n_valid=None, **more):
         self.cache, self.slots = cache, cache.place(T, n_valid)
         x = cache.lengths.new_empty(len(cache.lengths), T, dtype=cache.dtype)
         k_pos = torch.arange(self.slots.end, device=x.device)   # slot p is position p
-        causal = self.slots.at is None  # rows of equal length: the keys are in order
-        super().__init__(cfg, x, self.slots.pos, k_pos, causal, **more)
+        in_order = self.slots.at is None  # because then all rows hold equally many tokens
+        super().__init__(cfg, x, self.slots.pos, k_pos, in_order, **more)
 
     def extend(self, layer, k, v):
         """Write k and v (B, G, T, D) of the new tokens. Return those of all slots that the call

@@ -193,8 +193,9 @@ def attend_forward(
     out = heads_like(q if own_value is None else own_value, *q.shape).zero_()
     lse = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q))
     block = fused_block if q.device.type in FUSED else attend_block
-    for rows, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
-        out[:, :, rows], lse[:, :, rows] = block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias)
+    for queries, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
+        out[:, :, queries], lse[:, :, queries] = block(
+            q[:, :, queries], k[:, :, keys], v[:, :, keys], bias)
     if own_score is not None:
         out[:], lse[:] = merge(own_value, own_score.to(lse.dtype), out, lse)
     return out, lse
@@ -222,10 +223,10 @@ def attend_gradients(
     dq, dk, dv = (heads_like(x, *x.shape, dtype=lse.dtype).zero_() for x in (q, k, v))
     fused = q.device.type in FUSED and dlse is None
     block = fused_block_backward if fused else attend_block_backward
-    for rows, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
-        q_b, out_b, lse_b, do_b = (x[:, :, rows] for x in (q, out, lse, do))  # _b: of a block
-        dlse_b = None if dlse is None else dlse[:, :, rows]
-        dq[:, :, rows], dk_b, dv_b = block(
+    for queries, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
+        q_b, out_b, lse_b, do_b = (x[:, :, queries] for x in (q, out, lse, do))  # _b: of a block
+        dlse_b = None if dlse is None else dlse[:, :, queries]
+        dq[:, :, queries], dk_b, dv_b = block(
             q_b, k[:, :, keys], v[:, :, keys], out_b, lse_b, do_b, dlse_b, bias)
         dk[:, :, keys] += dk_b
         dv[:, :, keys] += dv_b

@@ -111,10 +111,6 @@ class Config(BaseConfig):
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.at_least(0, "n_mlp", "window")
-
 
 # ---- types, norm ----
 
@@ -155,7 +151,7 @@ def apply_rope(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
-def alibi_slopes(n_head, device=None, dtype=torch.float32):
+def alibi_slopes(n_head, device, dtype):
     """Return m_h = 2^(-8 h / H) for h = 1 .. H: (H,)."""
     return 2.0 ** (-8.0 * torch.arange(1, n_head + 1, device=device, dtype=dtype) / n_head)
 
@@ -182,11 +178,11 @@ class Context:
     bias               attention_bias; None where the causal mask is enough, or where a subclass
                        masks in another way"""
 
-    def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=None):
+    def __init__(self, cfg, x, pos=None, k_pos=None, in_order=True, has_bias=None):
         """x (B, T, C) are the embeddings, of which no value is read, but only B, T, the dtype and
         the device. In a call with a cache, x is uninitialized and has the shape (B, T). pos and
         k_pos are None in a plain pass, in which tokens and keys have the positions 0 .. T - 1.
-        causal says that the keys are those of all earlier tokens, followed by those of the call's
+        in_order says that the keys are those of all earlier tokens, followed by those of the call's
         tokens, so that the order of the keys alone gives the mask. has_bias says whether there is a
         bias. By default (None) there is one only where the causal mask is not enough, because
         attention is faster without a bias."""
@@ -205,7 +201,7 @@ class Context:
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(cfg.n_head, x.device, dtype)
         if has_bias is None:
-            has_bias = 0 < cfg.window < S or cfg.pos == "alibi" or not causal
+            has_bias = 0 < cfg.window < S or cfg.pos == "alibi" or not in_order
         if has_bias:
             self.bias = attention_bias(pos, k_pos, cfg.window, self.slopes, dtype)
 
@@ -501,7 +497,7 @@ def check_call(idx, cache, n_valid):
 def check_sizes(cfg):
     """Check the fields from which other sizes are derived."""
     cfg.at_least(1, "block_size", "vocab_size", "n_layer", "n_head", "n_embd")
-    cfg.at_least(0, "n_kv_head", "head_dim")
+    cfg.at_least(0, "n_kv_head", "head_dim", "n_mlp", "window")
     if cfg.n_kv_head:
         cfg.divides("n_kv_head", "n_head")
     if not cfg.head_dim:

@@ -157,8 +157,8 @@ class Config(BaseConfig):
         self.swa = self.swa or self.block_size // 2 + 1
         self.into_kv = self.memory and "kv" in self.inject              # (4)
         self.into_residual = self.memory and "residual" in self.inject  # (5)
-        self.recurrent = self.memory and self.source > 0                # there is a chain
-        auto = "interleaved" if self.recurrent else "exact"     # without a chain, one pass is exact
+        self.has_chain = self.memory and self.source > 0
+        auto = "interleaved" if self.has_chain else "exact"     # without a chain, one pass is exact
         self.train_path_used = auto if self.train_path == "auto" else self.train_path
         check(self)
 
@@ -279,11 +279,11 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))        # (B, H or G, n, D)
         k, v = context.extend(layer, k, v)                      # (B, G, S, D)
         if self.cfg.fast:
-            y = attend_fast(q, k, v, context, self.window)
+            a = attend_fast(q, k, v, context, self.window)
         else:
             k_pos = torch.arange(k.size(2), device=k.device)
-            y = attend(q, k, v, attention_bias(context.pos, k_pos, self.window), fast=False)
-        return self.wo(y.transpose(1, 2).flatten(2))            # (B, n, C)
+            a = attend(q, k, v, attention_bias(context.pos, k_pos, self.window), fast=False)
+        return self.wo(a.transpose(1, 2).flatten(2))            # (B, n, C)
 
 
 def mix_memory(k, v, wg_u, k_rec, v_rec):
@@ -350,12 +350,12 @@ class Context:
     alpha, beta, gamma      the scalars of each layer
     buffer {layer: (k, v)}  the keys and values of all positions so far, (B, G, S, D) each
     subset                  in Algorithm 1 the slice of all T positions that this pass replaces
-    at_end                  whether the positions are the last n of the S, in all rows"""
+    in_order                whether the positions are the last n of the S, in all rows"""
 
     def __init__(self, model, tokens, previous, buffer, subset=None):
         self.x0, self.ve, self.rope, self.pos = tokens
         self.previous, self.buffer, self.subset = previous, buffer, subset
-        self.at_end = subset is None
+        self.in_order = subset is None
         # unbind has one backward step, and indexing would have one for each layer.
         self.alpha, self.beta = model.alpha.unbind(), model.beta.unbind()
         self.gamma = model.gamma.unbind() if model.cfg.into_residual else None
@@ -380,10 +380,10 @@ def attend_fast(q, k, v, context, window):
     """Return what `attend` returns with the mask of attention_bias, (B, H, n, D), without making
     this mask of n x S."""
     n, S = q.size(2), k.size(2)
-    if context.at_end and n == 1:
+    if context.in_order and n == 1:
         # The only query attends to the last `window` keys. Without a window this is [-0:], all.
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
-    if context.at_end and n == S and not window:  # the pass is causal
+    if context.in_order and n == S and not window:  # the pass is causal
         return attend(q, k, v, None, fast=True)
     # In all other cases (subsets, later chunks, windows, ragged rows, several new tokens after
     # cached ones) the kernel compares positions, as the mask does.
@@ -398,7 +398,7 @@ def decode_exact(model, idx, cache, n_valid):
     """Run the tokens idx (B, T) that follow those of the cache, exactly: one token after the other,
     or all in one pass where there is no chain. Return x (B, T, C)."""
     T = idx.size(1)
-    if T == 1 or not model.cfg.recurrent:
+    if T == 1 or not model.cfg.has_chain:
         return decode_pass(model, idx, cache, n_valid)
     cache.place(T, n_valid)     # only to raise before the first one is written, if they do not fit
     # Each token is a step that a GPU can replay as a graph. At token t, n_valid - t real tokens of
@@ -442,7 +442,7 @@ class CachedContext(Context):
     def __init__(self, model, tokens, previous, cache, slots):
         super().__init__(model, tokens, previous, buffer=None)
         self.cache, self.slots = cache, slots
-        self.at_end = slots.at is None  # otherwise rows are ragged
+        self.in_order = slots.at is None  # otherwise rows are ragged
 
     def extend(self, layer, k, v):
         return self.cache.write(layer, k, v, self.slots)
@@ -551,7 +551,7 @@ class Model(LanguageModel):
         path = path or (cfg.train_path_used if self.training else "exact")
         if path == "interleaved":
             x, *_ = interleaved(self, self.embed(idx))
-        elif not cfg.recurrent:
+        elif not cfg.has_chain:
             x = all_at_once(self, self.embed(idx))
         elif path == "exact" and cfg.fast and not torch.is_grad_enabled():
             # decode_exact computes the chain, too. It is faster, because it writes keys and values
@@ -581,7 +581,7 @@ class Model(LanguageModel):
         """Return how many of the last tokens stay where a context is full. It is half of them where
         there is a chain, because the exact prefill of a chain is slow and should not run at every
         token, and because prefill=interleaved approximates all that it reads."""
-        return (self.cfg.block_size + 1) // 2 if self.cfg.recurrent else self.cfg.block_size
+        return (self.cfg.block_size + 1) // 2 if self.cfg.has_chain else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):
         if not self.cfg.memory:
@@ -629,5 +629,5 @@ def check(cfg):
     if not 0 <= cfg.source <= cfg.n_layer:
         raise ValueError(f"source={cfg.source} must be from 0 to n_layer={cfg.n_layer}")
     for name, value in (("train_path", cfg.train_path_used), ("prefill", cfg.prefill)):
-        if value != "exact" and not cfg.recurrent:
+        if value != "exact" and not cfg.has_chain:
             raise ValueError(f"{name}={value} needs memory=true and a source that is not 0")

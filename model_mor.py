@@ -658,7 +658,7 @@ def convert(model, weights):
     model may have another number of layers. Then its layers are read at even spaces, and some of
     them are read twice if it has fewer."""
     cfg = model.cfg
-    layers = layers_for_shared(cfg) + [[0], [cfg.n_layer - 1]]
+    layers = layers_for_stored(cfg) + [[0], [cfg.n_layer - 1]]
     rest = {name: w for name, w in weights.items() if not name.startswith("blocks.")}
     model.load_state_dict(rest, strict=False)
     n_source = len({name.split(".")[1] for name in weights.keys() - rest.keys()})
@@ -669,14 +669,14 @@ def convert(model, weights):
             p.copy_(sum(weights[f"blocks.{source(layer)}.{name}"] for layer in own) / len(own))
 
 
-def layers_for_shared(cfg):
+def layers_for_stored(cfg):
     """Return, for each stored block, the unrolled layers whose mean it starts from (Table 9).
     Layers count from 0 to n_layer - 1 here, the first and the last one included."""
     K, n_each_end = cfg.n_stored, cfg.n_outside // 2
     inner = range(n_each_end, cfg.n_layer - n_each_end)
     if cfg.init == "average":  # all layers that the block stands for
-        return [[layer for layer, k in zip(inner, cfg.order) if k == shared]
-                for shared in range(K)]
+        return [[layer for layer, k in zip(inner, cfg.order) if k == stored]
+                for stored in range(K)]
     gap = (len(inner) - 1) / max(1, K - 1)
     one = {"stepwise": [round(inner[0] + k * gap) for k in range(K)],
            "lower": inner[:K], "upper": inner[-K:],
@@ -692,7 +692,7 @@ def check(cfg):
     functions = ("softmax", "sigmoid") if cfg.router == "token" else ("sigmoid", "tanh")
     if cfg.router_func not in functions:
         raise ValueError(f"router_func={cfg.router_func} must be one of: {', '.join(functions)}")
-    cfg.at_least(0, "n_mlp", "aux_weight", "balance_weight", "balance_rate", "z_loss", "exit_loop")
+    cfg.at_least(0, "aux_weight", "balance_weight", "balance_rate", "z_loss", "exit_loop")
     cfg.at_least(1, "n_loop")
     if not 0 <= cfg.loop_warmup <= (0 if cfg.router == "token" else 1):
         raise ValueError(f"loop_warmup={cfg.loop_warmup} must be from 0 to 1, and 0 with "

@@ -44,10 +44,10 @@ function runs in a layer:
     kind of layer     fast=false        fast=true         with a cache
     rat               rat_naive         rat_fast          rat_decode
     rnn               recurrence        kernels.scan      continued_states
-    attention, swa    attend_tokens     attend_tokens     token_decode
+    attention, swa    attend_tokens     attend_tokens     attention_decode
 
-With a cache, rat and rnn layers run the same code for both values of fast. token_decode obeys fast
-only where it calls attend_tokens: in a call into an empty cache, with several tokens a row.
+With a cache, rat and rnn layers run the same code for both values of fast. attention_decode obeys
+fast only where it calls attend_tokens: in a call into an empty cache, with several tokens a row.
 
 A change of (2) has three places: recurrence, kernels.scan (with its backward pass and its Triton
 code) and continued_states. A change of (3) has three, too: rat_naive, read_states and decode_one.
@@ -271,7 +271,7 @@ class TokenAttention(Attention):
         q, k, v = (in_heads(w(u), self.cfg) for w in (self.wq, self.wk, self.wv))
         q, k = (apply_rope(x, *context.rope[self.cfg.kinds[layer]]) for x in (q, k))
         decodes = isinstance(context, CachedContext)
-        y = (token_decode if decodes else attend_tokens)(q, k, v, layer, context)
+        y = (attention_decode if decodes else attend_tokens)(q, k, v, layer, context)
         return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
@@ -437,7 +437,7 @@ def decode_one(q, k, v, layer, context):
     return attend(q, k, v, bias, fast=True)
 
 
-def token_decode(q, k, v, layer, context):
+def attention_decode(q, k, v, layer, context):
     """Return what attend_tokens returns, for T tokens that follow the cached ones. Cache their k
     and v."""
     if q.size(2) == 1:
@@ -513,7 +513,7 @@ class Model(LanguageModel):
 def check(cfg):
     """Raise ValueError, naming the field, where a value is impossible."""
     cfg.at_least(1, "chunk")
-    cfg.at_least(0, "swa", "qk_groups", "n_mlp")
+    cfg.at_least(0, "swa", "qk_groups")
     cfg.divides("qk_groups", "n_head")
     D, limit = cfg.head_size, kernels.HEAD_SIZES[-1]
     if D % 2 or D > limit:

@@ -18,15 +18,15 @@ little (lab/RESULTS.md has what it cost here); from random weights it is only a 
     B_u = U_r S_r,   A_u = V_r^T            at the start; the r largest singular values
 
 (2) is the paper's Eq. 3, (3) is part of its Eq. 5, and (4) is its Eq. 4 with a ratio for norms. h_0
-are the embeddings, as in model_gpt.py. A block has seven matrices: W_q, W_k, W_v and W_o of
-attention, and W_gate, W_up and W_down of the MLP. (With mlp=gelu there is no W_gate.) All uses of a
-block share W' and its norms, which is what tied means. In (4) W_l is the matrix W in layer l of the
-trained model, and g_l and g' are the weights of the norms before W_l and W'. No norm stands before
-W_o and W_down, so that they have no ratio. There are no deltas with rank=0, which is the Recursive
-Transformer. If the trained model has L layers and the rank is full, deltas by (4) undo the tying,
-and the converted model computes what the trained one does. If the trained model has another number
-of layers, then L of them, evenly spaced, are the sources of the layers l. If it has fewer, some are
-the source of several.
+are the embeddings, which are x_0 in model_gpt.py. A block has seven matrices: W_q, W_k, W_v and W_o
+of attention, and W_gate, W_up and W_down of the MLP. (With mlp=gelu there is no W_gate.) All uses
+of a block share W' and its norms, which is what tied means. In (4) W_l is the matrix W in layer l
+of the trained model, and g_l and g' are the weights of the norms before W_l and W'. No norm stands
+before W_o and W_down, so that they have no ratio. There are no deltas with rank=0, which is the
+Recursive Transformer. If the trained model has L layers and the rank is full, deltas by (4) undo
+the tying, and the converted model computes what the trained one does. If the trained model has
+another number of layers, then L of them, evenly spaced, are the sources of the layers l. If it has
+fewer, some are the source of several.
 
 In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
 
@@ -103,8 +103,8 @@ class Config(BaseConfig):
     qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
-    # These two options say how a trained model_gpt is converted. layers_for_tied has the values of
-    # init; random leaves W' at random weights.
+    # These two options say how a trained model_gpt is converted. layers_for_stored has the values
+    # of init; random leaves W' at random weights.
     init: str = choice("average", "stepwise", "lower", "upper", "random")
     lora_init: str = choice("svd", "zero")      # deltas start as (4), or at 0
     # Three options are for training with early exit (Model.forward has its loss). exit_loop is for
@@ -125,7 +125,7 @@ class Config(BaseConfig):
         super().__post_init__()
         if self.n_loop < 1 or self.n_layer % self.n_loop:
             raise ValueError(f"n_loop={self.n_loop} must divide n_layer={self.n_layer}")
-        self.at_least(0, "rank", "exit_weight", "n_mlp")
+        self.at_least(0, "rank", "exit_weight")
         if not 0 <= self.loop_warmup <= 1:
             raise ValueError(f"loop_warmup={self.loop_warmup} must be from 0 to 1")
         if not 0 <= self.exit_loop <= self.n_loop:
@@ -136,13 +136,13 @@ class Config(BaseConfig):
 
 # ---- the method ----
 
-def run_loops(blocks, h, context, last_loop):
-    """Return the states after loops 1 .. last_loop, a list of (B, T, C), from h_0 (B, T, C).
+def run_loops(blocks, h, context, n_run):
+    """Return the states after loops 1 .. n_run, a list of (B, T, C), from h_0 (B, T, C).
 
     A block is called with its unrolled layer l, as in all models, so that blocks of another model
     can run in these loops."""
     states = []
-    for u in range(last_loop):
+    for u in range(n_run):
         for k, block in enumerate(blocks):
             h = block(h, u * len(blocks) + k, context)      # h_{l + 1}, l = u K + k    (2)
         states.append(h)
@@ -191,8 +191,8 @@ class Attention(model_gpt.Attention):
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
         k, v = context.extend(layer, k, v)                          # (B, G, S, D)
         dropout = self.cfg.dropout if self.training else 0.0
-        y = attend(q, k, v, context.bias, self.cfg.fast, dropout)   # (B, H, T, D)
-        return self.wo(y.transpose(1, 2).flatten(2), u)             # (B, T, C)
+        a = attend(q, k, v, context.bias, self.cfg.fast, dropout)   # (B, H, T, D)
+        return self.wo(a.transpose(1, 2).flatten(2), u)             # (B, T, C)
 
 
 class MLP(model_gpt.MLP):
@@ -299,7 +299,7 @@ def convert(model, weights):
     svd = cfg.rank > 0 and cfg.lora_init == "svd"
     for k, block in enumerate(model.blocks):
         # If init=random, start is empty, so tied is empty too and nothing is set.
-        start = [sources[layer] for layer in layers_for_tied(cfg, k)]
+        start = [sources[layer] for layer in layers_for_stored(cfg, k)]
         names = sources[0] if start else ()
         tied = {name: sum(s[name] for s in start) / len(start) for name in names}
         # tied has no a and b, and HeadNorm has other names for QK-norms. strict=False allows this.
@@ -322,7 +322,7 @@ def source_layers(weights, n_layer):
     return [trained[round(step * layer)] for layer in range(n_layer)]
 
 
-def layers_for_tied(cfg, k):
+def layers_for_stored(cfg, k):
     """Return the unrolled layers whose sources are averaged into W' and norms of stored block k.
     There are none with init=random, where W' stays random, as a baseline of the other ways. With
     lora_init=svd the deltas follow (4) there, too."""
@@ -401,8 +401,8 @@ class Model(LanguageModel):
         makes its own context, as in LanguageModel.hidden."""
         h = self.drop(self.wte(idx))
         plain_training = self.training and context is None
-        last_loop = self.training_loops if plain_training else self.loops_to_run
-        return run_loops(self.blocks, h, context or self.context_type(self.cfg, h), last_loop)
+        n_run = self.training_loops if plain_training else self.loops_to_run
+        return run_loops(self.blocks, h, context or self.context_type(self.cfg, h), n_run)
 
     def hidden(self, idx, context=None):
         return self.norm(self.loop_states(idx, context)[-1])

@@ -110,8 +110,7 @@ class Config(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         self.at_least(1, "chunk")
-        self.at_least(0, "n_mlp")
-        check_rt(self)
+        check(self)
         self.schedule_used = self.schedule
         if self.schedule == "auto":
             fastest = "wavefront" if self.kv_norm else "tiled"
@@ -311,9 +310,9 @@ class Context(model_gpt.Context):
     """The same as in model_gpt, but a bias is made only where it is read: with schedule=naive, and
     in a call with a cache whose dtype is float32 or better."""
 
-    def __init__(self, cfg, x, pos=None, k_pos=None, causal=True, has_bias=False):
+    def __init__(self, cfg, x, pos=None, k_pos=None, in_order=True, has_bias=False):
         self.naive = cfg.schedule_used == "naive"
-        super().__init__(cfg, x, pos, k_pos, causal, has_bias or self.naive)
+        super().__init__(cfg, x, pos, k_pos, in_order, has_bias or self.naive)
         self.rope = self.rope or ()  # an empty tuple unpacks to nothing
         self.k_pos = self.k_pos.int()  # kernels.py wants int32
 
@@ -336,8 +335,8 @@ class CachedContext(Cached, Context):
     """The context of a call with a cache."""
 
     def __init__(self, cfg, cache, T, n_valid=None):
-        wide = cache.dtype == torch.promote_types(cache.dtype, torch.float32)  # float32 or better
-        super().__init__(cfg, cache, T, n_valid, has_bias=wide)
+        precise = cache.dtype == torch.promote_types(cache.dtype, torch.float32)
+        super().__init__(cfg, cache, T, n_valid, has_bias=precise)
 
 
 # ---- the model ----
@@ -355,12 +354,13 @@ class Model(LanguageModel):
     @torch.no_grad()
     def init_weights(self):
         """Make every matrix normal, truncated at 3 sigma, with sigma = 1 / sqrt(C). The projections
-        into the residual stream are smaller: in layer l = 1 .. L, sigma = 1 / sqrt(2 fan_in l)."""
+        into the residual stream are smaller: in layer l = 0 .. L - 1, sigma is
+        1 / sqrt(2 fan_in (l + 1))."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 std = 1 / math.sqrt(self.cfg.n_embd)
                 if name.endswith(("wo.weight", "w_down.weight")):
-                    layer = int(name.split(".")[1])
+                    layer = int(name.split(".")[1])  # l
                     std = 1 / math.sqrt(2 * p.size(1) * (layer + 1))
                 nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std)
         if self.cfg.tie_embeddings:
@@ -418,7 +418,7 @@ class BlockWithoutKVNorm(Block):
 
 # ---- checks of a Config ----
 
-def check_rt(cfg):
+def check(cfg):
     """Raise ValueError, naming the field, where a value is impossible."""
     if cfg.head_size > kernels.HEAD_SIZES[-1]:
         raise ValueError(f"head_dim={cfg.head_size} must be at most {kernels.HEAD_SIZES[-1]}")

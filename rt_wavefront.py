@@ -134,7 +134,7 @@ class Wavefront:
                       for s in range(chunks + L - 1)]
         self.kv_part = slice(self.H * self.D, None)  # the part of qkv that is Wk and Wv
         self.dtype = compute_dtype(x)  # of products: autocast's where it is on
-        self.wide = torch.promote_types(x.dtype, torch.float32)  # of sums: float32 or better
+        self.sum_dtype = kernels.sum_dtype(x)  # float32 or better
         # The pieces are small functions that each position calls. They are those of this file
         # (PLAIN), or on a GPU the kernels of rt_triton.py with the same names.
         self.pieces = PLAIN
@@ -145,13 +145,13 @@ class Wavefront:
         self.pos = torch.arange(S + self.length, device=x.device, dtype=torch.int32)
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
-            self.slopes = alibi_slopes(self.H, x.device, self.wide)
+            self.slopes = alibi_slopes(self.H, x.device, self.sum_dtype)
         # In a chunk the bias, (H or 1, K, K), is ALiBi's, and -inf unless the key is earlier.
         pos = self.pos[:self.K]
-        bias = attention_bias(pos[None], pos, 0, self.slopes, self.wide)[0]
+        bias = attention_bias(pos[None], pos, 0, self.slopes, self.sum_dtype)[0]
         self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
         if cfg.pos == "rope":
-            tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.wide)
+            tables = rope_tables(self.pos[S:], self.D, cfg.rope_theta, self.sum_dtype)
             # The tables become (L, length, 1, 1, D / 2), by repeat and not by expand, because
             # diagonal makes the stride over layers smaller, and an expanded stride is 0.
             self.tables = [table[:, None, None].repeat(L, 1, 1, 1, 1) for table in tables]
@@ -372,10 +372,10 @@ def backward_pass(wave, states, dy, *weights):
     k, v, _ = persistent(wave, y_n, w, wave.tables)  # (L, length, B, G, D)
     pairs = torch.stack([k, v]).permute(0, 1, 3, 4, 2, 5).contiguous()
     del y_n, k, v  # they are as large as the states
-    d_pairs = torch.zeros_like(pairs, dtype=wave.wide)
-    d_states = torch.zeros_like(states, dtype=wave.wide)
+    d_pairs = torch.zeros_like(pairs, dtype=wave.sum_dtype)
+    d_states = torch.zeros_like(states, dtype=wave.sum_dtype)
     d_states[-1, :wave.T] = dy.transpose(0, 1)  # padding has 0, and so adds nothing
-    grads = Weights(*(torch.zeros_like(weight, dtype=wave.wide) for weight in w))
+    grads = Weights(*(torch.zeros_like(weight, dtype=wave.sum_dtype) for weight in w))
     for step in reversed(wave.steps):
         active = [Weights(*(x[step.lo:step.hi] for x in each)) for each in (w, grads)]
         backward_step(wave, states, pairs, d_states, d_pairs, *active, step)

@@ -95,7 +95,7 @@ class Token:
     slot: "Slot"
     pos: int
     h: torch.Tensor                 # its state (C,)
-    loop: int = 0                   # how many loops it has taken
+    loops: int = 0                  # how many loops it has taken
     exited: bool = False            # whether the next token has been predicted from it
     h1: torch.Tensor = None         # mor: its state before loop 1
 
@@ -121,7 +121,7 @@ class Slot:
 
     def loops_taken(self):
         """Return how many loops the newest tokens have taken. The slot runs the next one."""
-        return self.unfinished[-1].loop
+        return self.unfinished[-1].loops
 
     def take(self):
         """Remove the tokens that run the slot's next loop from unfinished, and return them."""
@@ -231,15 +231,15 @@ class Engine:
 
         # 2. Their tokens take a loop. Frozen ones write their keys first, because others attend to
         # these.
-        self.run_layers(adapter.before_loops, [token for token in tokens if token.loop == 0])
+        self.run_layers(adapter.before_loops, [token for token in tokens if token.loops == 0])
         self.run_layers(adapter.write_keys, filter(self.frozen, tokens))
         self.run_layers(adapter.run_loop, itertools.filterfalse(self.frozen, tokens))
         for token in tokens:
-            token.loop += 1
+            token.loops += 1
 
         # 3. Choose the tokens that take another loop. In mor the router chooses them. In relaxed
         # all tokens do, also those that have exited.
-        for token in adapter.go_on([token for token in tokens if token.loop < self.n_loop]):
+        for token in adapter.go_on([token for token in tokens if token.loops < self.n_loop]):
             token.slot.unfinished.append(token)
 
         # 4. A slot is done if it has no unfinished token. In mor some tokens of a prompt may have
@@ -287,7 +287,7 @@ class Engine:
         if self.rule:
             likeliest = logits.softmax(-1).amax(-1).tolist()
             # a bool for each slot
-            exits = [self.rule(slot.fed[-1].loop, p) for slot, p in zip(asked, likeliest)]
+            exits = [self.rule(slot.fed[-1].loops, p) for slot, p in zip(asked, likeliest)]
             asked, logits = list(itertools.compress(asked, exits)), logits[exits]
         ids = self.pick(asked, logits)
         requests = [slot.request for slot in asked]
@@ -306,7 +306,7 @@ class Engine:
         if id == self.eot:
             return self.end(slot, "stop")
         request.tokens.append(id)
-        request.exits.append(last.loop)
+        request.exits.append(last.loops)
         if len(request.tokens) == request.max_new_tokens:
             return self.end(slot, "length")
         slot.feed(x, last.pos + 1)
@@ -352,7 +352,7 @@ class SlotContext:
     def __init__(self, engine, tokens, T, loop=None):
         self.tokens, self.kv = tokens, engine.kv
         tensor = partial(torch.tensor, device=engine.device)
-        self.loop = tensor([loop or token.loop + 1 for token in tokens[::T]])   # (B,)
+        self.loop = tensor([loop or token.loops + 1 for token in tokens[::T]])   # (B,)
         self.lane = tensor([token.slot.number for token in tokens[::T]])        # (B,)
         self.lane += (self.loop - 1) * len(engine.slots)
         self.pos = tensor([token.pos for token in tokens]).view(-1, T)          # (B, T)
@@ -415,7 +415,7 @@ class RelaxedAdapter:
         """Return the use u of the stored blocks, which is the number of loops that a row has taken
         so far. Where all rows are in the same loop, u is an int, so that deltas can be merged.
         Elsewhere it is (B, n_loop), with a 1 in each row at its use."""
-        uses = {token.loop for token in context.tokens}
+        uses = {token.loops for token in context.tokens}
         if len(uses) == 1 or self.cfg.rank == 0:    # at rank 0 all uses are the same
             return uses.pop()
         return F.one_hot(context.loop - 1, self.cfg.n_loop).to(x)
@@ -470,10 +470,10 @@ class MoRAdapter:
         if cfg.router == "token":
             h1 = torch.stack([token.h1 for token in tokens])
             _, _, depth = model.choose_depth(h1, model.loops_to_run)
-            return [token for token, d in zip(tokens, depth.tolist()) if token.loop < d]
+            return [token for token, d in zip(tokens, depth.tolist()) if token.loops < d]
         routers = model.aux_routers if cfg.causal == "aux_router" else model.routers
         x = torch.stack([token.h for token in tokens])[:, None]             # (tokens, 1, C)
-        next_loop = torch.tensor([token.loop + 1 for token in tokens], device=x.device)
+        next_loop = torch.tensor([token.loops + 1 for token in tokens], device=x.device)
         goes_on = self.scores(routers, x, next_loop)[:, 0] >= 0             # (tokens,)
         return itertools.compress(tokens, goes_on.tolist())
 

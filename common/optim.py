@@ -95,8 +95,7 @@ def nanochat_groups(model, cfg):
     if unknown := kinds.keys() - {"matrix", *NANOCHAT}:
         raise UserError(f"parameter_kinds has {min(unknown)!r}: with nanochat_rates a kind is one "
                         f"of matrix, {', '.join(NANOCHAT)}")
-    tokens = cfg.batch_size * cfg.gradient_accumulation_steps * model.cfg.block_size
-    batch = math.sqrt(tokens / 2 ** 19)
+    batch = math.sqrt(tokens_per_step(cfg, model) / 2 ** 19)
     groups = [dict(optimizer="muon", params=kinds["matrix"], momentum=MOMENTUM,
                    lr=cfg.muon_learning_rate * batch,
                    weight_decay=cfg.weight_decay * (12 / model.cfg.n_layer) ** 2)]

@@ -95,7 +95,7 @@ class ByteTokenizer(Tokenizer):
     def __init__(self):
         super().__init__(257, 256, "byte")
 
-    def encode_slice(self, text, first=True) -> np.ndarray:
+    def encode_slice(self, text, first) -> np.ndarray:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def spell(self, ids):
@@ -110,7 +110,7 @@ class CharTokenizer(Tokenizer):
         self.ids = np.full(sys.maxunicode + 1, -1)                      # of each code; -1: unknown
         self.ids[self.codes] = range(len(chars))
 
-    def encode_slice(self, text, first=True) -> np.ndarray:
+    def encode_slice(self, text, first) -> np.ndarray:
         ids = self.ids[np.frombuffer(text.encode("utf-32-le"), "<u4")]
         if (ids < 0).any():
             char = text[int(ids.argmin())]
@@ -134,7 +134,7 @@ class BPETokenizer(Tokenizer):
         text = "".join(map(chr, range(512)))    # a broken pattern may leave out some, or panic
         check_back(text, self.decode(self.encode(text)))
 
-    def encode_slice(self, text, first=True) -> np.ndarray:
+    def encode_slice(self, text, first) -> np.ndarray:
         return np.array(self.bpe.encode_ordinary(text), dtype=np.uint32)
 
     def spell(self, ids):
@@ -158,7 +158,7 @@ class HFTokenizer(Tokenizer):
         blank = self.encode(MARK + "a")[n_mark:] != self.anchor
         self.mark, self.n_mark = (MARK, n_mark) if blank else ("", 0)
 
-    def encode_slice(self, text, first=True) -> np.ndarray:
+    def encode_slice(self, text, first) -> np.ndarray:
         # This is a batch of one: unlike the library's encode it lets the other threads run.
         batch = [text if first else self.mark + text]
         encoding, = self.library.encode_batch_fast(batch, add_special_tokens=False)

@@ -338,7 +338,7 @@ def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
     idx = idx[:rows]
     # With new=1 bench_decoding times `prepare`, and so LRT keeps the prefill of its config.
-    if new > 1 and getattr(model.cfg, "prefill", "") == "exact" and model.cfg.recurrent:
+    if new > 1 and getattr(model.cfg, "prefill", "") == "exact" and model.cfg.has_chain:
         model.cfg = replace(model.cfg, prefill="interleaved")
     cache = model.init_cache(rows, T)
 

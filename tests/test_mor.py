@@ -24,7 +24,7 @@ class Chosen(model_gpt.Context):
     values."""
 
     def __init__(self, cfg, x, at, kept=None):
-        super().__init__(cfg, x, at[None], torch.arange(kept[0].size(2)) if kept else at, causal=False)
+        super().__init__(cfg, x, at[None], torch.arange(kept[0].size(2)) if kept else at, in_order=False)
         self.kept = kept
 
     def extend(self, layer, k, v):

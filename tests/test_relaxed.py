@@ -56,7 +56,7 @@ def test_at_full_rank_the_source_comes_back(init):
 def test_which_layers_the_stored_ones_start_from():
     for init, L, n_loop, layers in (("stepwise", 18, 2, [0, 2, 4, 6, 8, 11, 13, 15, 17]), ("upper", 6, 3, [4, 5])):
         cfg = model_relaxed.Config(n_layer=L, n_loop=n_loop, init=init)
-        assert [layer for k in range(cfg.n_stored) for layer in model_relaxed.layers_for_tied(cfg, k)] == layers
+        assert [layer for k in range(cfg.n_stored) for layer in model_relaxed.layers_for_stored(cfg, k)] == layers
 
 
 def test_at_rank_0_qk_norms_are_tied_too():

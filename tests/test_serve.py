@@ -179,7 +179,7 @@ def test_the_life_of_four_tokens():
     engine.admit(serve.deque([serve.Request([1, 2], 3)]))
     while engine.busy():
         [slot] = engine.slots
-        tokens = " ".join(f"{token.pos}:{token.loop}" for token in slot.unfinished)
+        tokens = " ".join(f"{token.pos}:{token.loops}" for token in slot.unfinished)
         seen.append((str(len(seen) + 1), str(slot.loops_taken() + 1), tokens))
         engine.step()
     assert seen == re.findall(r"^ +(\d) +(\d) +(\d:\d(?: \d:\d)*)", serve.Engine.__doc__, re.M) and len(seen) == 7
