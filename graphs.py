@@ -86,13 +86,21 @@ class Graph:
     def __init__(self, function, inputs, generators=()):
         self.function = function  # It may hold the only reference to tensors that a replay reads.
         grad = torch.is_grad_enabled()  # inference_mode(False) alone would turn gradients on
-        with (torch.inference_mode(False), torch.set_grad_enabled(grad),
+        # Autocast stays as it is, but without its cache. The cache holds 16-bit copies of weights
+        # that are freed when autocast ends, and a replay would read them.
+        kind = inputs[0].device.type
+        autocast = torch.autocast(kind, torch.get_autocast_dtype(kind),
+                                  torch.is_autocast_enabled(kind), cache_enabled=False)
+        with (torch.inference_mode(False), torch.set_grad_enabled(grad), autocast,
               torch.cuda.device_of(inputs[0])):
             self.inputs = [x.clone() for x in inputs]
             self.outputs, self.run = record(lambda: function(*self.inputs), generators)
 
     def __call__(self, *inputs):
         for mine, given in zip(self.inputs, inputs):
+            if mine.shape != given.shape:  # copy_ would repeat a smaller one
+                raise ValueError(f"an input of the graph is {tuple(mine.shape)}, and not "
+                                 f"{tuple(given.shape)}")
             mine.copy_(given)
         self.run()
         return [x.clone() for x in self.outputs]  # the next run overwrites them
@@ -119,7 +127,8 @@ def replay(key, function, *inputs):
 def decoder(model, cache, then=lambda logits: logits, generators=()):
     """Return step(idx, n_valid=None) -> then(logits). A step runs the model on one more token a
     row, idx (B, 1), and the logits are (B, 1, V). `then` is part of the graph. A model with
-    fast=false runs without a graph. See stepper."""
+    fast=false runs without a graph. The graph reads the weights where they are when it is recorded,
+    so that they may change there, but other tensors may not take their place. See stepper."""
     def function(idx, n_valid):
         return [then(model(idx, cache=cache, n_valid=n_valid)[0])]
     step = stepper(function, cache, generators, model.cfg.fast)
@@ -140,11 +149,13 @@ def stepper(function, cache, generators=(), fast=True):
         if not fast or not recordable(cache.lengths.new_empty(0, dtype=cache.dtype)):
             return function(idx, n_valid)
         ragged = cache.ragged or n_valid is not None
-        n_new = torch.ones_like(cache.lengths) if n_valid is None else n_valid.clamp(0, 1)
+        n_new = torch.ones_like(cache.lengths)
+        if n_valid is not None:
+            n_new = n_valid.to(n_new).clamp(0, 1)
         cache.check_room(1, n_new)
-        cache.begin_static()
         done = False
         try:
+            cache.begin_static()
             if n_steps == 1:
                 graph = Graph(function, [idx, n_new], generators)
             outputs = (graph or function)(idx, n_new)

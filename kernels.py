@@ -240,10 +240,11 @@ def attend_block_backward(q, k, v, out, lse, do, dlse, bias):
     q, k, v = expanded_heads(q, k, v)
     do, out = do.to(q.dtype), out.to(q.dtype)
     delta = (do * out).sum(-1) - (0 if dlse is None else dlse)  # (6), (B, H, T)
-    p = torch.exp((q * scale) @ k.mT + bias - lse[..., None])  # (B, H, T, S)
-    ds = p * (do @ v.mT - delta[..., None])  # (7), (B, H, T, S)
-    dk, dv = ds.mT @ (q * scale), p.mT @ do  # (9), (10) of each query head
-    return ds @ k * scale, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
+    with torch.autocast(q.device.type, enabled=False):  # as in attend_block
+        p = torch.exp((q * scale) @ k.mT + bias - lse[..., None])  # (B, H, T, S)
+        ds = p * (do @ v.mT - delta[..., None])  # (7), (B, H, T, S)
+        dk, dv = ds.mT @ (q * scale), p.mT @ do  # (9), (10) of each query head
+        return ds @ k * scale, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
 
 
 def own_gradients(score, value, out, lse, do, dlse):
@@ -365,7 +366,7 @@ def scan_gradients(dh: Tensor, g: Tensor, x: Tensor, h: Tensor, h0: Tensor,
     dg = before.sub_(x_n).mul_(d)  # (14)
     dh0 = g_n[:, 0, 0] * d[:, 0, 0]
     dx = d.addcmul_(g_n, d, value=-1)  # (13). It overwrites d, so it comes last.
-    return out_of_chunks(dg, x), out_of_chunks(dx, x), dh0.to(x.dtype)
+    return out_of_chunks(dg, x), out_of_chunks(dx, x), dh0.to(h0.dtype)
 
 
 def in_chunks(x, chunk):
@@ -527,5 +528,5 @@ run_scan, scan_op = operator(scan_forward, "launch_scan")
 scan_op.register_fake(lambda g, x, *more: x.new_empty(x.shape))
 run_scan_gradients, scan_gradients_op = operator(scan_gradients, "launch_scan_backward")
 scan_gradients_op.register_fake(lambda dh, g, x, h, h0, chunk: (
-    x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(h0.shape)))
+    x.new_empty(x.shape), x.new_empty(x.shape), h0.new_empty(h0.shape)))
 scan_op.register_autograd(scan_autograd, setup_context=scan_save)

@@ -562,10 +562,10 @@ class Model(LanguageModel):
         return norm(x, cfg.norm_eps)
 
     def decode(self, idx, cache, n_valid=None):
-        """The contract is that of all models. An empty cache is filled as cfg.prefill says, and all
-        other calls are exact."""
-        into_empty = cache.longest == 0 and self.cfg.prefill == "interleaved"
-        function = prefill_interleaved if into_empty else decode_exact
+        """The contract is that of all models. Several tokens a row fill an empty cache as
+        cfg.prefill says, and all other calls are exact."""
+        prefills = cache.longest == 0 and idx.size(1) > 1 and self.cfg.prefill == "interleaved"
+        function = prefill_interleaved if prefills else decode_exact
         return norm(function(self, idx, cache, n_valid), self.cfg.norm_eps)
 
     @torch.no_grad()

@@ -38,7 +38,7 @@ def decoded(model, step, cache, x, n_prompt, ends):
     model(x[:, :n_prompt], cache=cache, n_valid=n if ends else None)
     out = []
     for t in range(n_prompt, x.size(1) - 2):
-        live = torch.tensor([1 if not ends else t - n_prompt < end for end in ends or [1] * len(x)], device=x.device).long()
+        live = torch.tensor([1 if not ends else t - n_prompt < end for end in ends or [1] * len(x)]).long()  # on the CPU
         logits = step(x[:, t:t + 1], None if live.all() else live)
         assert logits.isfinite().all()
         out.append(logits[live.bool()])
@@ -62,6 +62,46 @@ def test_a_step_replayed_is_an_ordinary_one(name, sizes, ends, recorded):
         cache.reset(), graph_cache.reset()
     # One graph is of the step. LRT's prompts and pairs of tokens are steps, too.
     assert len(recorded) >= 1 and (name == "lrt" or len(recorded) == 1)
+
+
+@pytest.mark.parametrize("name, sizes", CASES)
+def test_steps_from_an_empty_cache(name, sizes, recorded):
+    """The second step, which is recorded, is the first one after a reset."""
+    model, x = tiny(name, **sizes), tokens(2, 6)
+    cache = model.init_cache(2, 8)
+    step = graphs.decoder(model, cache)
+    step(x[:, -1:])
+    cache.reset()
+    found = torch.cat([step(x[:, t:t + 1]) for t in range(6)], 1)
+    assert recorded and relative(found, model(x)[0]) < 1e-10
+
+
+def test_a_graph_recorded_under_autocast_goes_on_after_it(recorded):
+    """Autocast frees its copies of the weights at its end."""
+    model, x = tiny("gpt").float(), tokens(2, 6)
+    autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+    with autocast():
+        cache, other = model.init_cache(2, 6), model.init_cache(2, 6)
+        step = graphs.decoder(model, cache)
+        found = [step(x[:, t:t + 1]) for t in range(3)]
+    for t in range(3, 6):
+        with autocast():
+            found.append(step(x[:, t:t + 1]))
+    with autocast():
+        want = torch.cat([model(x[:, t:t + 1], cache=other)[0] for t in range(6)], 1)
+    assert recorded and relative(torch.cat(found, 1), want) < 1e-2
+
+
+def test_inputs_of_another_shape_are_refused(recorded):
+    model, x = tiny("gpt"), tokens(2, 6)
+    cache = model.init_cache(2, 6)
+    step = graphs.decoder(model, cache)
+    for t in range(3):
+        step(x[:, t:t + 1])
+    for wrong in (x[:1, 3:4],), (x[:, 3:4], torch.ones(1).long()):
+        with pytest.raises(ValueError, match="an input of the graph is"):
+            step(*wrong)
+    assert cache.lengths.tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("name", ["gpt", "lrt"])    # LRT's prompts are steps, too
@@ -101,6 +141,18 @@ def test_after_a_step_that_fails_the_cache_goes_on(counted, recorded):
     start = 3 + counted
     assert not cache.static and cache.lengths.tolist() == [start, start]
     assert relative(model(x[:, start:], cache=cache)[0], model(x)[0][:, start:]) < 1e-10
+
+
+def test_where_a_cache_cannot_grow_the_step_fails_alone(recorded, monkeypatch):
+    def grow(cache):
+        raise MemoryError
+    model, x = tiny("mor"), tokens(2, 6)
+    cache = model.init_cache(2, 8)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(type(cache.later[0]), "grow", grow)
+        graphs.decoder(model, cache)(x[:, :1])
+    assert not cache.static and not any(later.static for later in cache.later)
+    assert relative(model(x, cache=cache)[0], model(x)[0]) < 1e-10
 
 
 @pytest.mark.parametrize("options", [dict(temperature=0), dict(temperature=1.0, top_k=20, top_p=0.9)], ids=str)

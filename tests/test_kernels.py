@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from conftest import python
+from conftest import python, relative
 from kernel_cases import (ATTENDS, LAYOUTS, PRECISION, SCANS, SPLITS, assert_close, attend_case, compare,
                           compare_attend, compare_own, compare_scan, dense_attend, exactly, few, where)
 
@@ -144,9 +144,22 @@ def test_opcheck():
              (kernels.attend_op, (*lead(q, k, v, *own), *mask)),
              (kernels.attend_gradients_op, (q, k, v, out, lse, do, dlse, *plain)),
              (kernels.scan_op, (*lead(g, x, h0), 4)),
-             (kernels.scan_gradients_op, (x, g, x, x, h0, 4))]
+             (kernels.scan_gradients_op, (x, g, x, x, h0, 4)),
+             (kernels.scan_gradients_op, (*(y.bfloat16() for y in (x, g, x, x)), h0, 4))]
     for call in calls:
         assert set(torch.library.opcheck(*call).values()) == {"SUCCESS"}, call[0]
+
+
+def test_plain_gradients_are_not_rounded_by_autocast():
+    case, mask, dlse = [torch.randn(1, 2, 9, 16) for _ in range(4)], (torch.arange(9).int(),) * 2, torch.randn(1, 2, 9)
+    def gradients(autocast):
+        q, k, v, do = (x.clone().requires_grad_() for x in case)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, lse = kernels.attend_by_position(q, k, v, *mask)
+            ((out * do).sum() + (lse * dlse).sum()).backward()
+        return q.grad, k.grad, v.grad
+    for rounded, exact in zip(gradients(True), gradients(False)):
+        assert relative(rounded, exact) < 1e-5
 
 
 @pytest.mark.parametrize("name, value, message", [
