@@ -492,6 +492,11 @@ def prepare(cfg) -> Path:
         raise UserError(f"name={cfg.name} is the name of a data set itself: choose another")
     name = check_name(cfg.name or folder_name(cfg))
     folder = Path(cfg.data_dir) / name
+    for place in (folder, *folder.parents):
+        if place.is_symlink() and not place.exists():
+            raise UserError(f"{place} is a link to {os.readlink(place)}, which does not exist")
+    if folder.is_symlink():     # the data set is replaced where it is, and the link stays
+        folder = folder.resolve()
     try:
         clear_killed(folder)
         if already_there(folder, cfg):
@@ -525,8 +530,9 @@ def already_there(folder, cfg) -> bool:
     holds something else."""
     if not folder.exists():
         return False
-    names = set(os.listdir(folder))     # overwrite=true would delete them
-    if not {"meta.json"} <= names <= {"meta.json", "train.bin", "val.bin"}:
+    names = set(os.listdir(folder))
+    others = names - {"meta.json", "train.bin", "val.bin"} if cfg.overwrite else ()  # deletes them
+    if "meta.json" not in names or others:
         raise UserError(f"{folder} is not a data set, or holds other files too: remove it, or "
                         "choose another name=")
     if cfg.overwrite:

@@ -487,7 +487,7 @@ def open_batches(cfg, block_size, world):
 
 def fit_to_data(cfg, given, batches):
     """Raise UserError if tokenizer= or sample_prompt= of the command line does not fit the data.
-    If a config file's tokenizer does not fit, the data's is used. If there is no prompt, or a
+    If a config file's tokenizer does not fit, cfg gets the data's. If there is no prompt, or a
     config file's does not fit, the first tokens of the validation data are the prompt."""
     task, data = is_task(cfg.dataset), batches.train
     # The tokens of a task are fixed, so that tokenizer= may only repeat its default there.
@@ -495,6 +495,7 @@ def fit_to_data(cfg, given, batches):
     if given.get("tokenizer", made) != made:
         raise UserError(f"tokenizer={cfg.tokenizer} is not the one of dataset={cfg.dataset}: "
                         f"leave out tokenizer")
+    cfg.tokenizer = made
     try:
         fits = data.tokenizer.encode(cfg.sample_prompt) if cfg.sample_prompt else []
     except UserError as e:

@@ -70,7 +70,7 @@ def run_cli(main, schema=None):
         line = in_one_line(e)
         if line is None:
             raise
-        if line and not told_by_another():
+        if not told_by_another():
             say(f"error: {line}", sys.stderr)
         sys.exit(2)
 
@@ -111,13 +111,13 @@ TOO_LARGE = ("allocate memory|out of memory|size calculation overflowed|array is
              "allowed dimension|Overflow when unpacking")
 NO_COMPILER = r"find C compiler|'[^']*(gcc|g\+\+|clang|nvcc|cl\.exe)'.* returned non-zero"
 DEVICE = "(CUDA|HIP|MPS) error|(CUBLAS|CUDNN|CUSOLVER)_STATUS"
-# Another process of torchrun has ended, after it told its own error.
+# Another process of torchrun has ended. If it told its own error, told_by_another says so.
 LOST = r"[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe|remote process exited|ncclRemoteError"
 
 
 def in_one_line(e):
-    """Return what to tell about an error that is not a bug of ours. Return "" where another process
-    tells it, and None for a bug, whose traceback is shown."""
+    """Return what to tell about an error that is not a bug of ours. Return None for a bug, whose
+    traceback is shown."""
     modules = [kind.__module__ for kind in type(e).__mro__]
     # torch.compile begins with "backend='inductor' raised:", and the error is in the next line.
     lines = [line for line in map(str.strip, str(e).splitlines()) if line[-7:] != "raised:"]
@@ -130,7 +130,7 @@ def in_one_line(e):
         reason = e.strerror or first
         return f"{str(e.filename):.100}: {reason}" if e.filename else reason
     if "WORLD_SIZE" in os.environ and isinstance(e, RuntimeError) and re.search(LOST, str(e)):
-        return ""
+        return f"another process has ended, perhaps killed: {first}"
     kinds = {"the compiler failed (compile=false trains without torch.compile, and fast=false "
              "without our kernels)": any(module.startswith(COMPILERS) for module in modules),
              "a compiler is missing or failed": re.search(NO_COMPILER, str(e)),

@@ -239,7 +239,10 @@ def main(argv):
         if runs[name].rule:         # the same weights show what exits change
             runs[twin] = PageEngine(model, tokenizer, cfg)
     with naming(f"host={cfg.host} port={cfg.port}"):
-        family, *_, (address, *_) = socket.getaddrinfo(cfg.host, cfg.port)[0]
+        try:
+            family, *_, (address, *_) = socket.getaddrinfo(cfg.host, cfg.port)[0]
+        except UnicodeError:
+            raise UserError("this is no name of a host") from None
         # uvicorn would end with a status of its own if it cannot have the address.
         socket.create_server((address, cfg.port), family=family).close()
     uvicorn.Server(uvicorn.Config(

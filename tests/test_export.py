@@ -137,6 +137,7 @@ def test_from_a_folder_to_a_folder(sizes, dtype, model, keys, data_dir, tmp_path
 
 
 @pytest.mark.parametrize("model, keys", [("rt", []), ("gpt", ["mlp=gelu"]), ("gpt", ["mlp=geglu"]), ("mor", []),
+                                         ("gpt", ["n_head=3", "head_dim=8", "qk_norm=false"]),
                                          ("mor", ["router=none", "kv=share"])])
 def test_what_no_llama_computes_is_refused_and_harms_nothing(model, keys, data_dir, tmp_path):
     runs.run(model, tmp_path, data_dir, "max_steps=1", *keys)

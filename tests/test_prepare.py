@@ -697,6 +697,26 @@ def test_what_is_no_data_set_is_not_replaced(tmp_path):
         (tmp_path / "data/y/meta.json").write_text("{}")
 
 
+def test_a_set_on_another_disk(tmp_path):
+    """It is replaced there, and the link to it stays. A stray file of a file manager does no harm, unless it would be
+    deleted. A link to nothing is told before any work."""
+    made = make(tmp_path, dataset=write_docs(tmp_path / "docs", DOCS), name="x")
+    (tmp_path / "disk").mkdir()
+    made.rename(tmp_path / "disk/x")
+    made.symlink_to(tmp_path / "disk/x")
+    (made / ".DS_Store").touch()
+    again = dict(dataset=f"file:{tmp_path}/docs", name="x")
+    make(tmp_path, **again)
+    with pytest.raises(UserError, match="holds other files too"):
+        make(tmp_path, **again, overwrite=True)
+    (made / ".DS_Store").unlink()
+    make(tmp_path, **again, overwrite=True, val_fraction=0.3)
+    assert made.is_symlink() and load_data(tmp_path / "disk/x")["train"].meta["val_fraction"] == 0.3
+    shutil.rmtree(tmp_path / "disk")
+    with pytest.raises(UserError, match=f"{made} is a link to {tmp_path}/disk/x, which does not exist"):
+        make(tmp_path, **again)
+
+
 def test_programs_start_without_fcntl():
     """Windows has no fcntl, which common/options.py alone imports. There no lock tells two processes in a folder
     apart."""

@@ -214,6 +214,14 @@ def test_any_number_of_processes_evaluates(monkeypatch):
     assert device.Processes(TrainConfig(eval_only=True, gradient_accumulation_steps=1, device="cpu")).world == 3
 
 
+def test_a_run_holds_the_tokenizer_of_its_data(tmp_path, data_dir):
+    """lab.eval looks for it in other data sets. The data set's name does not tell it."""
+    (tmp_path / "a.txt").write_text("abcde\n" * 99)
+    train.prepare(train.PrepareConfig(f"file:{tmp_path}/a.txt", "char", str(tmp_path), name="named"))
+    argv = runs.arguments("gpt", tmp_path, tmp_path, "dataset=named", f"config={ROOT}/configs/gpt_tiny.yaml")
+    assert train.setup([key for key in argv if key != "tokenizer=byte"]).cfg.tokenizer == "char"
+
+
 def test_weights_of_another_tokenizer_are_refused(tmp_path, data_dir):
     """Both data sets have six characters, but not the same ones."""
     for name, text in ("first", "abcde\n" * 99), ("second", "abcdx\n" * 99):
