@@ -419,6 +419,8 @@ def test_a_row_has_one_colour_in_all_panels(monkeypatch):
     ("shift", dict(shift="output"), lambda m: m.mix.data.zero_(), "model_lrt"),
     ("shift", dict(shift="layer"), lambda m: [m.gamma.data.zero_(), m.rec.wk.weight.data.zero_(),
                                               m.rec.wv.weight.data.zero_()], "model_lrt"),
+    ("lrt_smear", {}, lambda m: m.smear.data.zero_(), "model_lrt"),
+    ("lrt_smear", dict(memory=False), lambda m: m.smear.data.zero_(), "model_lrt"),
     ("inject", {}, lambda m: m.blocks[0].gamma.data.zero_(), "model_relaxed"),
     ("canon", {}, lambda m: [p.data.zero_() for n, p in m.named_parameters() if "canon" in n], "model_lrt"),
     ("inside", {}, lambda m: [block.attn.w_gate.weight.data.zero_() for block in m.blocks], "model_lrt")])  # g_loc = 1
