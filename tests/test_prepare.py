@@ -158,6 +158,11 @@ def test_bytes_that_are_no_text_do_not_stop_a_stream(ids):
     assert shown.replace("\ufffd", "") == tokenizer.decode(ids).replace("\ufffd", "")
 
 
+def test_an_end_of_text_inside_a_character_has_no_text():
+    shown = [*ByteTokenizer().stream([97, 240, 159, 256, 152, 169, 98])]
+    assert shown == ["a", "", "", "", "", "\U0001f629", "b", ""]
+
+
 BYTES = in_base64(bytes([i]) for i in range(256))
 
 
