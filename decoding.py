@@ -40,9 +40,10 @@ A call goes through three steps, under no_grad:
                                             of slots 0 .. end - 1
     cache.advance(slots)                    counts the new tokens, once all layers have written
 Usually the context of the call does the first two (Cached, below), and the model's decode the last.
-LRT, RAT, MoR's later recursions and RT's prefill take these steps in their own way. After a
-call that failed midway a cache must be reset, because some models have counted or summed up a part
-of its tokens then. reset(rows) empties rows.
+LRT, RAT, MoR's later recursions and RT's prefill take these steps in their own way. If a call
+fails after it has begun to write, its cache must be reset. RAT's states and MoR's later caches may
+have taken a part of the call then, and RT and LRT may have counted some of its tokens. reset(rows)
+empties rows.
 
 A static call (cache.static = True) is a ragged call with end = max_len. The host reads no number of
 the device in it, and all its shapes are the same from call to call, so that it can be recorded as a

@@ -86,8 +86,9 @@ class Graph:
     def __init__(self, function, inputs, generators=()):
         self.function = function  # It may hold the only reference to tensors that a replay reads.
         grad = torch.is_grad_enabled()  # inference_mode(False) alone would turn gradients on
-        # Autocast stays as it is, but without its cache. The cache holds 16-bit copies of weights
-        # that are freed when autocast ends, and a replay would read them.
+        # Autocast stays as it is, but without its cache. The cache holds 16-bit copies of weights,
+        # which are freed when autocast ends, and a replay would read them. So a replay makes these
+        # copies anew.
         kind = inputs[0].device.type
         autocast = torch.autocast(kind, torch.get_autocast_dtype(kind),
                                   torch.is_autocast_enabled(kind), cache_enabled=False)

@@ -84,7 +84,8 @@ path, too.) This table says which function of this file runs:
     chunked                               chain, K = chunk              error
     interleaved                           interleaved                   error
     a call with a cache                   decode_exact, token by token  decode_exact, one pass
-    prefill=interleaved, empty cache      prefill_interleaved           error
+    prefill=interleaved, empty            prefill_interleaved           error
+    cache, several tokens a row
 
 Left out are the paper's variants with older memories or means of several, with memory for keys or
 values alone, and with other backbones (Tables 1, 2, 6 and 8).

@@ -271,8 +271,8 @@ class TokenAttention(Attention):
         q, k, v = (in_heads(w(u), self.cfg) for w in (self.wq, self.wk, self.wv))
         q, k = (apply_rope(x, *context.rope[self.cfg.kinds[layer]]) for x in (q, k))
         decodes = isinstance(context, CachedContext)
-        y = (attention_decode if decodes else attend_tokens)(q, k, v, layer, context)
-        return self.wo(y.transpose(1, 2).flatten(2))  # (B, T, C)
+        a = (attention_decode if decodes else attend_tokens)(q, k, v, layer, context)
+        return self.wo(a.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
 def attend_tokens(q, k, v, layer, context):

@@ -526,8 +526,8 @@ def check_settings(cfg):
 
 
 def already_there(folder, cfg) -> bool:
-    """Return whether the data set of cfg exists and is to stay. Raise UserError if the folder
-    holds something else."""
+    """Return whether the data set of cfg exists and is to stay. Raise UserError if the folder is no
+    data set, or if overwrite=true would delete other files in it."""
     if not folder.exists():
         return False
     names = set(os.listdir(folder))

@@ -51,8 +51,8 @@ def to_pretrained(model, path, eos=None):
         raise UserError("only pos=rope with mlp=swiglu and at most one of qk_norm and window, or "
                         "with mlp=geglu and scale_embeddings, can be written as a Llama folder")
     if family == "llama" and c.n_embd % c.n_head:   # transformers could not read it
-        raise UserError(f"n_embd={c.n_embd} n_head={c.n_head}: only an n_embd that n_head divides "
-                        "can be written as a Llama folder")
+        raise UserError(f"n_embd={c.n_embd} n_head={c.n_head}: without qk_norm and window, only an "
+                        "n_embd that n_head divides can be written as a Llama folder")
     sizes = {"n_mlp": "mlp_width", "n_kv_head": "kv_heads", "head_dim": "head_size"}
     config = {theirs: getattr(c, sizes.get(ours, ours)) for theirs, ours in FIELDS.items()}
     config |= dict(

@@ -111,7 +111,7 @@ TOO_LARGE = ("allocate memory|out of memory|size calculation overflowed|array is
              "allowed dimension|Overflow when unpacking")
 NO_COMPILER = r"find C compiler|'[^']*(gcc|g\+\+|clang|nvcc|cl\.exe)'.* returned non-zero"
 DEVICE = "(CUDA|HIP|MPS) error|(CUBLAS|CUDNN|CUSOLVER)_STATUS"
-# Another process of torchrun has ended. If it told its own error, told_by_another says so.
+# Another process of torchrun has ended. told_by_another knows whether it has told why.
 LOST = r"[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe|remote process exited|ncclRemoteError"
 
 

@@ -20,7 +20,7 @@ that all lengths predict the same tokens.
 `overlap` is the fraction of the validation tokens that stand in a stretch of 64 tokens that also
 occurs in the train text of the same data set. `clean` has the losses on the windows without such
 tokens. Its bits per byte count these windows' own bytes. Both are left out with batches=, because
-they take as long as the whole text is.
+they read the whole text of both splits.
 
 With exit_loop=, `agreement` is how often the likeliest token is that after all loops. With MoR's
 expert choice, `scores` has for each recursion after the first how the sigmoids of the scores that
@@ -186,12 +186,12 @@ def evaluate_text(model, run, cfg, ckpt):
                          "positions": by_position(nats)}
     tokens = sum(map(len, batches)) * longest
     starts = [start for batch in batches for start in batch]
-    overlap = {}
+    more = {}
     if not cfg.batches:     # otherwise this would take longer than all else
-        overlap["overlap"], clean = clean_losses(totals, starts, longest, splits)
+        more["overlap"], clean = clean_losses(totals, starts, longest, splits)
         for k, values in clean.items():
             found[k]["clean"] = values
-    result = {**found[str(cfg.units[0])], "tokens": tokens, **overlap, "lengths": found}
+    result = {**found[str(cfg.units[0])], "tokens": tokens, **more, "lengths": found}
     some = batches[::math.ceil(len(batches) / 50)]  # at most 50 batches, from all of the text
     inputs = [windows.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
     if getattr(model.cfg, "exit_loop", 0):

@@ -38,8 +38,9 @@ def decoded(model, step, cache, x, n_prompt, ends):
     model(x[:, :n_prompt], cache=cache, n_valid=n if ends else None)
     out = []
     for t in range(n_prompt, x.size(1) - 2):
-        live = torch.tensor([1 if not ends else t - n_prompt < end for end in ends or [1] * len(x)]).long()  # on the CPU
-        logits = step(x[:, t:t + 1], None if live.all() else live)
+        live = torch.tensor([1 if not ends else t - n_prompt < end for end in ends or [1] * len(x)]).long()
+        n_valid = live.to(x.device) if t % 2 else live      # it may be on the CPU
+        logits = step(x[:, t:t + 1], None if live.all() else n_valid)
         assert logits.isfinite().all()
         out.append(logits[live.bool()])
     return torch.cat(out), model(x[:, -2:], cache=cache)[0], cache.lengths.clone()

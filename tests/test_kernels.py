@@ -146,6 +146,7 @@ def test_opcheck():
              (kernels.scan_op, (*lead(g, x, h0), 4)),
              (kernels.scan_gradients_op, (x, g, x, x, h0, 4)),
              (kernels.scan_gradients_op, (*(y.bfloat16() for y in (x, g, x, x)), h0, 4))]
+    assert kernels.scan_gradients_op(*calls[-1][1])[2].dtype == h0.dtype     # as in Triton
     for call in calls:
         assert set(torch.library.opcheck(*call).values()) == {"SUCCESS"}, call[0]
 
