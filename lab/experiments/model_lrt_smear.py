@@ -1,6 +1,6 @@
 """
 LRT with smeared embeddings, x0_t <- x0_t + a x0_{t-1} with one a for each channel. It shows what
-LRT's memory gains beside a shift by one token. With memory=false it is the backbone with the shift.
+LRT's memory gains beside a shift by one token. memory=false is the backbone with the shift.
 
 The model trains and evaluates. It has no cache, so that it writes no text.
 """
