@@ -171,9 +171,10 @@ def micro_step(run, x, y, weight):
         logits, loss, aux = run.forward(x, y)
         if run.teacher is not None:
             loss, aux = distil(run.teacher, x, y, logits, loss, aux)
+    right = count_right(logits, y) if run.task else ()
+    del logits      # because they may take gigabytes
     (loss * weight).backward()
-    aux = {key: value.detach() for key, value in aux.items()}
-    return aux, count_right(logits, y) if run.task else ()
+    return {key: value.detach() for key, value in aux.items()}, right
 
 
 def distil(teacher, x, y, logits, loss, aux):

@@ -660,11 +660,13 @@ def main(argv):
         raise UserError(f"model={given['model']} is not measured by lab.bench {name}, which takes "
                         f"model={model}")
     cfg, model_fields, ckpt = merge(given, load_start)
+    model_fields.setdefault("vocab_size", vocabulary(cfg.tokenizer))
     model_cfg, device = model_module(model).Config(**model_fields), pick_device(cfg.device)
     if model_cfg.block_size < 2:
         raise UserError("block_size=1 is too short: decoding needs at least 2 tokens")
     print(f"{device_name(device)}, torch {torch.__version__}, {model_cfg.n_layer} layers of width "
-          f"{model_cfg.n_embd}, batch {cfg.batch_size} x {model_cfg.block_size} tokens"
+          f"{model_cfg.n_embd}, batch {cfg.batch_size} x {model_cfg.block_size} tokens, "
+          f"vocabulary {model_cfg.vocab_size:,}"
           + ", training in bfloat16 (autocast)" * (device.type == "cuda"))
     if ckpt is not None and name in ("relaxed", "mor"):
         trained = SimpleNamespace(**ckpt.get("config", asdict(cfg)))
@@ -673,6 +675,15 @@ def main(argv):
         model = build_model(ckpt, **model_fields)
         return bench_requests(name, model.to(device).eval(), text, device, own)
     BENCHES[name](model_cfg, cfg, device, own)
+
+
+def vocabulary(tokenizer):
+    """Return the size of a tokenizer's vocabulary, because no text is read here."""
+    kind, _, size = tokenizer.partition(":")
+    known = {"byte": 257, "gpt2": 50257, "bpe": size}
+    if kind not in known:
+        raise UserError(f"vocab_size= is needed with tokenizer={tokenizer}")
+    return int(known[kind])
 
 
 if __name__ == "__main__":

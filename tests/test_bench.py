@@ -53,6 +53,17 @@ def test_every_line_of_a_model(name, keys, more, lines, capsys):
     assert "does not fit" not in out and "nan" not in out
 
 
+def test_a_model_has_the_vocabulary_of_its_tokenizer(monkeypatch):
+    """It has that of train.py's runs, although no text is read."""
+    found = []
+    monkeypatch.setitem(bench.BENCHES, "gpt", lambda cfg, *more: found.append(cfg.vocab_size))
+    for keys in [], ["tokenizer=gpt2"], ["tokenizer=byte"], ["tokenizer=hf:x", "vocab_size=9"]:
+        bench.main(["gpt", "device=cpu", *keys])
+    assert found == [2048, 50257, 257, 9]
+    with pytest.raises(UserError, match="vocab_size= is needed with tokenizer=hf:x"):
+        bench.main(["gpt", "tokenizer=hf:x"])
+
+
 def test_every_line_of_kernels(capsys):
     bench.bench_kernels(CPU, sizes=[(1, 2, 64, 8)])
     out = capsys.readouterr().out

@@ -155,12 +155,18 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
         reproduce.start(run)
         assert not (run.folder / "ckpt.pt").exists()
     made["text"] = None                                 # train.py prepares the text
+    shutil.rmtree(run.folder)
     reproduce.start(run)
     (run.folder / "ckpt.pt").touch()
     made["text"] = "a b"
+    monkeypatch.setattr(reproduce, "load_checkpoint", lambda path: {"data": "a b"})
     reproduce.start(run)
     assert calls == ["resume=auto"] * 7 and (run.folder / "ckpt.pt").exists()
-    assert json.loads((run.folder / "keys.json").read_text())["made_from"] == {"commit": "b", "model": 0.2}
+    made["text"] = "a c"                                # it is prepared again, from another text
+    reproduce.start(run)
+    assert not (run.folder / "ckpt.pt").exists()
+    assert json.loads((run.folder / "keys.json").read_text())["made_from"] == {"commit": "b", "model": 0.2, "text": "a c"}
+    (run.folder / "ckpt.pt").touch()
     run.needs = [run]                                   # an older version did not know what a run starts from
     reproduce.start(run)
     assert not (run.folder / "ckpt.pt").exists()

@@ -41,7 +41,8 @@ class Block(model_lrt.Block):
 
     def forward(self, x, layer, context):
         context.previous = before(x)
-        context.kv_rec = context.rec(context.previous)
+        if context.rec:     # one for all layers
+            context.kv_rec = context.rec(context.previous)
         return super().forward(x, layer, context)
 
 
@@ -63,6 +64,13 @@ class Model(model_lrt.Model):
         context.rec = self.rec
         x, _ = model_lrt.run_layers(self, context)
         return model_lrt.norm(x + self.mix * before(x), self.cfg.norm_eps)
+
+    def flops_per_token(self):
+        """Return FLOPs as model_lrt does, which counts shared projections once. Here each layer
+        computes them."""
+        shared = self.rec.parameters() if self.cfg.shift == "layer" and self.rec else ()
+        again = (self.cfg.n_layer - 1) * sum(p.numel() for p in shared)
+        return super().flops_per_token() + 6.0 * again
 
     def init_cache(self, *sizes):
         raise UserError("this model has no cache to decode with: it trains and evaluates")
