@@ -660,7 +660,8 @@ def main(argv):
         raise UserError(f"model={given['model']} is not measured by lab.bench {name}, which takes "
                         f"model={model}")
     cfg, model_fields, ckpt = merge(given, load_start)
-    model_fields.setdefault("vocab_size", vocabulary(cfg.tokenizer))
+    if "vocab_size" not in model_fields:
+        model_fields["vocab_size"] = vocabulary(cfg.tokenizer)
     model_cfg, device = model_module(model).Config(**model_fields), pick_device(cfg.device)
     if model_cfg.block_size < 2:
         raise UserError("block_size=1 is too short: decoding needs at least 2 tokens")
