@@ -177,6 +177,7 @@ class Config(BaseConfig):
 # m_{t-1}, and the buffer with the keys and values of all positions so far. Each layer puts those of
 # the pass into the buffer (Context.extend).
 
+@torch.compiler.disable  # torch.compile would unroll the loop
 def chain(model, tokens, K):
     """Run chunks of K positions, one after the other, and return x (B, T, C). K = 1 is the exact
     chain. (Where fast=true and no gradients are needed, decode_exact computes it instead.)"""

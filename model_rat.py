@@ -159,6 +159,7 @@ def rat_naive(q, k, v, g, context):
     return attend(q, rotated, v_state, bias, fast=False)    # (3)
 
 
+@torch.compiler.disable  # torch.compile would unroll the loop
 def recurrence(g, x, K):
     """Return the states (2) of g and x (B, T, W), h_t = g_t h_{t-1} + (1 - g_t) x_t, as (B, T, W).
     Every K tokens they start again from 0."""

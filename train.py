@@ -404,7 +404,8 @@ def setup(argv):
             check_tokenizer(ckpt, batches.train, cfg.init_from or cfg.folder)
         fit_to_data(cfg, given, batches)
         model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size).to(procs.device)
-        set_budget(cfg, model)
+        if not cfg.eval_only:
+            set_budget(cfg, model)
         teacher = load_teacher(cfg, model, batches.train)
     # This sum waits for all processes, so that none writes to the folder before all have read it.
     number = number_of(cfg, model, batches, teacher, ckpt) if procs.world > 1 else 0

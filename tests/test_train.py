@@ -291,6 +291,9 @@ def test_a_budget_of_operations(tmp_path, data_dir):
     whole = runs.run("gpt", tmp_path / "whole", data_dir, "max_flops=1e8").cfg.max_steps
     half = runs.run("gpt", tmp_path, data_dir, "max_flops=1e8", stop_after=2)
     assert half.cfg.max_steps == whole > 6
+    # An evaluation needs no budget for a step of its batches.
+    argv = runs.arguments("gpt", tmp_path, data_dir, "eval_only=true", "batch_size=64")
+    assert train.setup([key for key in argv if key != "max_steps=6"]).cfg.max_flops == 1e8
     assert runs.run("gpt", tmp_path, data_dir, "resume=true").step == 6
 
 
@@ -298,6 +301,7 @@ def test_loops_rise_over_the_warm_up(tmp_path, data_dir, monkeypatch):
     """Each step trains with the loops that are due, and its FLOPs are those of its loops."""
     cfg = lambda **more: SimpleNamespace(n_loop=3, **more)
     assert optim.loop_starts(cfg(loop_warmup=0.4), 100) == [0, 20, 40] and optim.loop_starts(cfg(loop_warmup=0), 9) == [0] * 3
+    assert optim.loop_starts(cfg(loop_warmup=1), 9) == [0, 5, 8]
     assert optim.loop_starts(cfg(loop_warmup=0.5), 5) == [0, 2, 3] and optim.loop_starts(SimpleNamespace(), 9) == [0]
     ran, micro_step = [], train.micro_step
 
