@@ -111,9 +111,7 @@ class KVCache:
         Values below 0 count as 0, and values above T as T. Raise ValueError if the tokens do not
         fit. (Before a static call, its caller calls check_room.) No token is written or counted
         yet."""
-        n_new = torch.full_like(self.lengths, T)
-        if n_valid is not None:
-            n_new = n_valid.to(self.lengths).clamp(0, T)
+        n_new = self.count_new(T, n_valid)
         if not self.static:
             self.check_room(T, n_new)
         end = self.max_len if self.static else min(self.longest + T, self.max_len)
@@ -125,6 +123,12 @@ class KVCache:
         # Padding may stand beyond the last slot. pos is clamped, so that there is a key in its
         # sliding window. A softmax over no key would be NaN, and a caller's sum could contain it.
         return Slots(pos.clamp(max=end - 1), end, n_new, at, self.rows)
+
+    def count_new(self, T, n_valid):
+        """Return how many of each row's T new tokens are real, (B,)."""
+        if n_valid is None:
+            return torch.full_like(self.lengths, T)
+        return n_valid.to(self.lengths).clamp(0, T)
 
     def check_room(self, T, n_new):
         """Raise ValueError if a row's real tokens, n_new (B,) of its T new ones, do not fit. The

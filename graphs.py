@@ -150,9 +150,7 @@ def stepper(function, cache, generators=(), fast=True):
         if not fast or not recordable(cache.lengths.new_empty(0, dtype=cache.dtype)):
             return function(idx, n_valid)
         ragged = cache.ragged or n_valid is not None
-        n_new = torch.ones_like(cache.lengths)
-        if n_valid is not None:
-            n_new = n_valid.to(n_new).clamp(0, 1)
+        n_new = cache.count_new(1, n_valid)
         cache.check_room(1, n_new)
         done = False
         try:

@@ -531,8 +531,8 @@ def already_there(folder, cfg) -> bool:
     if not folder.exists():
         return False
     names = set(os.listdir(folder))
-    others = names - {"meta.json", "train.bin", "val.bin"} if cfg.overwrite else ()  # deletes them
-    if "meta.json" not in names or others:
+    others = names - {"meta.json", "train.bin", "val.bin"}
+    if "meta.json" not in names or cfg.overwrite and others:    # overwrite=true would delete them
         raise UserError(f"{folder} is not a data set, or holds other files too: remove it, or "
                         "choose another name=")
     if cfg.overwrite:

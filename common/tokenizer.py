@@ -81,7 +81,8 @@ class Tokenizer:
         character has at most three bytes, so at most three ids wait."""
         before, waiting = self.anchor, []
         for i in ids:
-            waiting += [i] * (i != self.eot)    # which has no text
+            if i != self.eot:   # it has no text
+                waiting.append(i)
             unfinished = self.after(waiting, before).endswith("\ufffd")
             ready = waiting[:-3] if unfinished else waiting[:]
             text = self.after(ready, before)

@@ -681,10 +681,10 @@ def main(argv):
 def vocabulary(tokenizer):
     """Return the size of a tokenizer's vocabulary, because no text is read here."""
     kind, _, size = tokenizer.partition(":")
-    known = {"byte": 257, "gpt2": 50257, "bpe": size}
-    if kind not in known:
+    known = {"byte": "257", "gpt2": "50257", "bpe": size}.get(kind, "")
+    if not known.isdecimal():
         raise UserError(f"vocab_size= is needed with tokenizer={tokenizer}")
-    return int(known[kind])
+    return int(known)
 
 
 if __name__ == "__main__":

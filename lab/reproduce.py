@@ -320,7 +320,7 @@ def start(run):
     was = read_json(file) if file.exists() else {}
     made = was.pop("made_from", {})
     if made.get("text", "") is None and (run.folder / "ckpt.pt").exists():
-        made["text"] = trained_on(run)
+        made["text"] = trained_on(run, load_checkpoint(run.folder / "ckpt.pt"))
     unknown = run.needs and "start" not in made     # an older version began the run
     if was != options or changed(run, made) or unknown:         # it begins again
         if run.folder.exists():
@@ -338,10 +338,10 @@ def start(run):
                       OMP_NUM_THREADS=str(THREADS))
 
 
-def trained_on(run):
-    """Return the text of made_from as a run's checkpoint has it, because train.py may have prepared
-    the text after the run was started."""
-    return made_from(run)["text"] and load_checkpoint(run.folder / "ckpt.pt")["data"]
+def trained_on(run, ckpt):
+    """Return the text of made_from as the run's checkpoint has it, because train.py may have
+    prepared the text after the run was started."""
+    return made_from(run)["text"] and ckpt["data"]
 
 
 def train_all(runs, jobs):
@@ -391,7 +391,7 @@ def record(run):
     made = read_json(run.folder / "keys.json").get("made_from", {})
     if "commit" not in made:                            # an older version began the run
         made = {**made_by(THREADS), **made_from(run), **made}
-    made["text"] = trained_on(run)
+    made["text"] = trained_on(run, ckpt)
     steps = [row for row in log if "lr" in row]
     evaluation = next((row for row in reversed(log) if "lr" not in row), {})
     # A run of fewer steps than log_interval has no such line, so that the speed is the whole run's.

@@ -4,8 +4,6 @@ LRT's memory gains beside a shift by one token. memory=false is the backbone wit
 
 The model trains and evaluates. It has no cache, so that it writes no text.
 """
-from dataclasses import dataclass
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -13,10 +11,7 @@ import torch.nn.functional as F
 import model_lrt
 from common.options import UserError
 
-
-@dataclass
-class Config(model_lrt.Config):
-    pass
+Config = model_lrt.Config
 
 
 class Model(model_lrt.Model):
