@@ -1,12 +1,12 @@
 """
 RAT: recurrence inside chunks, attention across them.
 
-Attention reads the keys and values of all past tokens, and pays for each. A gated linear recurrence
-reads a single state, and forgets. RAT cuts the sequence into chunks of K tokens. Inside a chunk, a
-recurrence sums up keys and values. Across chunks, attention reads the final state of each earlier
-chunk. This takes the place of attention in a Transformer's block, and the MLP stays. With u =
-RMSNorm(x), token t of chunk c = t // K computes the following, in which q and k are repeated to
-width W before (2):
+Attention reads the keys and values of all past tokens, and its cost grows with their number. A
+gated linear recurrence reads one state of fixed size, in which older tokens fade. RAT cuts the
+sequence into chunks of K tokens. Inside a chunk, a recurrence sums up keys and values. Across
+chunks, attention reads the final state of each earlier chunk. This takes the place of attention in
+a Transformer's block, and the MLP stays. With u = RMSNorm(x), token t of chunk c = t // K computes
+the following, in which q and k are repeated to width W before (2):
 
     z_t, r_t, v_t, q_t, k_t = W_in u_t      z, r, v of width W = H D,  q, k of width G D
     g_t   = sigmoid(r_t + b_g)                    a forget gate for each channel of each token   (1)
@@ -27,11 +27,12 @@ final state of an earlier chunk, and to o, its own state:
 q and k have only G groups of D channels, so that W_in is small. Each is repeated H / G times: head
 h = 0 .. H - 1 reads group h % G. (In attention and swa layers it is h // (H / G).) The heads of a
 group share query and key, but their states k~ differ, because each of the W channels has a gate of
-its own. RoPE rotates q and k~, after the recurrence, by the number c of the chunk.
+its own. After the recurrence, RoPE rotates q_t and each k~ by the number of its own chunk (with the
+default, pos=chunk).
 
-With K = 1 this is attention with an output gate, whose keys and values are scaled by 1 - g. With K
-= T it is a gated RNN. Config has the baselines, and the paper's hybrid RAT-SWA, too (SWA:
-sliding-window attention):
+With K = 1 this is attention with an output gate, and 1 - g scales its keys and values. With K = T a
+token attends to its own state alone. So y_t is v~_t, and the layer is a gated RNN. Config has the
+baselines, and the paper's hybrid RAT-SWA, too (SWA: sliding-window attention):
 
     mixer=rnn          out_t = x_t + W_o (sigmoid(z_t) * v~_t), the whole sequence is one chunk
     mixer=attention    a Transformer
@@ -50,15 +51,16 @@ With a cache, rat and rnn layers run the same code for both values of fast. atte
 fast only where it calls attend_tokens: in a call into an empty cache, with several tokens a row.
 
 A change of (2) has three places: recurrence, kernels.scan (with its backward pass and its Triton
-code) and continued_states. A change of (3) has three, too: rat_naive, read_states and decode_one.
+code) and continued_states. A change of (3) has three, too: rat_naive, read_states and decode_one. A
+change of the states that are read also changes rat_fast, rat_decode and mixer_flops.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K. Three things are
 in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias b_g, G = 2, and that
 head h reads group h % G. This file differs from their code in these points:
 - k~ and v~ are float32 or better here, and bfloat16 there. rat_naive reads them as they are,
   except under autocast, which rounds them. rat_fast rounds the final states and the own value to
-  q's dtype, but not the own score. In decoding final states, and the own state of a single token,
-  are read from the cache, in its dtype.
+  q's dtype, but not the own score. A call with a cache reads final states from the cache, in the
+  cache's dtype. If it has one token a row, it reads the token's own state from there, too.
 - b_g has no weight decay here, as norms have none. There it decays, which makes gates forget
   faster.
 - norm_eps is 1e-5 here, and 1e-6 there.
@@ -68,7 +70,8 @@ head h reads group h % G. This file differs from their code in these points:
 
 Letters beside those of model_gpt.py: n is the number of complete chunks, and W is H D (W_in and W_o
 are matrices). G counts the groups of q and k in rat layers, and the key/value heads in attention
-and swa layers. The letters r, y, z and u have other meanings in other files.
+and swa layers. The letter c is the number of a chunk, and s is an odds in initial_gate_bias. The
+letters r, y, z and u have other meanings in other files.
 """
 import math
 from dataclasses import dataclass
@@ -78,9 +81,8 @@ import torch.nn as nn
 
 import kernels
 from decoding import KVCache
-from model_gpt import (MLP, Attention, BaseConfig, LanguageModel, RMSNorm, apply_rope,
-                       attend, attention_bias, choice, init_weights, rope_tables,
-                       upcast, visible_keys)
+from model_gpt import (Attention, BaseConfig, Block, LanguageModel, apply_rope, attend,
+                       attention_bias, choice, init_weights, rope_tables, upcast, visible_keys)
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Config(BaseConfig):
     mixer: str = choice("rat", "rnn", "attention")  # what mixes tokens
     swa: int = 0  # window of odd layers, own key included (0: they are like the even ones)
     qk_groups: int = 0  # G of rat layers (0: 2 if n_head is even, else 1)
-    pos: str = choice("chunk", "rope", "none")  # RoPE counts chunks | tokens | nothing
+    pos: str = choice("chunk", "rope", "none")  # rat: RoPE counts chunks | tokens | nothing
     n_mlp: int = 0  # hidden width of the MLP (0: 4 n_embd, 8/3 for swiglu)
     mlp: str = choice("gelu", "swiglu")
     tie_embeddings: bool = True  # the head is the embedding matrix
@@ -179,16 +181,17 @@ def in_heads(x, cfg):
 
 
 def initial_gate_bias(W, steps):
-    """Return log s for each of W channels, with s uniform in (1, steps - 1). At r = 0, g is then
-    s / (1 + s), and a state averages over about 1 / (1 - g) = 1 + s tokens: from 2 to `steps`. If
-    steps is 1 or 2, s is 1."""
+    """Return log s for each of W channels, with s uniform in (1, steps - 1). At r = 0, as it is on
+    average before training, g is s / (1 + s), and a state averages over about 1 / (1 - g) = 1 + s
+    tokens: from 2 to `steps`. If steps is 1 or 2, s is 1."""
     return torch.empty(W).uniform_(1, max(1, steps - 1)).log()
 
 
 class Context:
-    """The layers of a call share all this. rope has an entry for each kind of layer that the model
+    """The layers of a call share these. rope has an entry for each kind of layer that the model
     has, except rnn, which has no RoPE.
 
+        cfg                     the model's Config
         pos (B or 1, T)         the positions of the tokens
         chunk_of (B or 1, T)    the numbers of their chunks
         rope                    {kind of layer: (cos, sin)}, (B or 1, 1, T, D / 2) each"""
@@ -225,10 +228,10 @@ def rat_fast(q, k, v, g, context):
 def read_states(q, k_state, v_state, final_k, final_v, context):
     """Return (3), (B, H, T, D), from q and the own states k_state and v_state (B, H, T, D), which
     are not rotated, and from the final states of chunks 0 .. n - 1 (B, H, n, D), whose keys are
-    rotated. (A call with a cache passes all slots of the cache in the place of final states. The
-    positions hide those that hold no final state of an earlier chunk.) kernels.attend_by_position
-    takes the own state as one more key of its query. It wants the finished score of this key, which
-    is computed here."""
+    rotated. (A call with a cache passes all slots of the cache as final states. A slot that is
+    empty, or whose state is not final, belongs to the query's own chunk or to a later one, so that
+    the positions hide it.) kernels.attend_by_position takes the own state as one more key of its
+    query. It wants the finished score of this key, which is computed here."""
     # A query and its own state have the same angle, so their score needs no RoPE.
     own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
@@ -369,17 +372,17 @@ class CachedContext(Context):
 
 
 def newest_slot(kind, context):
-    """Return the slot of one new token a row, (B or 1, 1), and what it attends to: the first S
-    slots, and a bias or None. The longest row has filled S slots, or the whole ring. The bias hides
-    those that a shorter row has not filled."""
+    """Return three things for one new token a row: its slot (B or 1, 1), the number S of slots that
+    it attends to, which are the first S, and a bias or None. The longest row has filled S slots, or
+    the whole ring. The bias hides those that a shorter row has not filled."""
     cfg, cache, n_slots = context.cfg, context.cache, context.cache.n_slots[kind]
     # number counts slots as if there were no ring. In a ring of n_slots, number n_slots is slot 0
     # again.
     per_slot, number = (cfg.chunk, context.chunk_of) if kind == "rat" else (1, context.pos)
     S = n_slots if cache.static else min(cache.longest // per_slot + 1, n_slots)
     bias = None
-    # A row has filled slots 0 .. number, or all slots of a full ring.
     if context.padding is not None:
+        # A row has filled slots 0 .. number, or all slots of a full ring.
         bias = attention_bias(number, torch.arange(S, device=number.device))
     return number % n_slots, S, bias
 
@@ -408,7 +411,7 @@ def continued_states(g, xs, layer, context, K):
     cache, cached, T = context.cache, context.cache.state[layer], g.size(1)
     starts = context.pos[..., None] % K == 0
     keep = g.masked_fill(starts, 0)
-    if context.padding is not None:  # with g = keep = 1 padding keeps the state
+    if context.padding is not None:  # with g = keep = 1 padding keeps a cached state
         g, keep = (x.masked_fill(context.padding[..., None], 1) for x in (g, keep))
     if T == 1:
         # Because T = 1, dimension 1 can count xs (k and v, or v alone), as in cached.
@@ -423,7 +426,8 @@ def continued_states(g, xs, layer, context, K):
         states = [kernels.scan(keep, x, T, h) for x, h in zip(xs, cached.unbind(1))]
     else:       # the same, but all chunks at once, which is faster
         states = [kernels.scan(g, x, K) for x in xs]
-    # A row without new tokens reads index -1, which is padding and so has the cached state.
+    # A row without new tokens reads index -1, which is padding. That is the cached state, or 0 if
+    # the cache is empty.
     last = context.slots.n_new[:, None] - 1
     cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
     return states
@@ -470,20 +474,7 @@ def attend_cached(q, k, v, layer, context):
 
 # ---- the model ----
 
-class Block(nn.Module):
-    """One layer. It has a mixer of its kind and an MLP, each after a norm."""
-
-    def __init__(self, cfg, layer):
-        super().__init__()
-        self.norm1 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        self.norm2 = RMSNorm(cfg.n_embd, cfg.norm_eps)
-        mixers = dict(rat=RAT, rnn=RNN, attention=TokenAttention, swa=TokenAttention)
-        self.mix = mixers[cfg.kinds[layer]](cfg)
-        self.mlp, self.drop = MLP(cfg), nn.Dropout(cfg.dropout)
-
-    def forward(self, x, layer, context):
-        x = x + self.drop(self.mix(self.norm1(x), layer, context))
-        return x + self.drop(self.mlp(self.norm2(x)))
+MIXERS = dict(rat=RAT, rnn=RNN, attention=TokenAttention, swa=TokenAttention)  # by kind of layer
 
 
 class Model(LanguageModel):
@@ -494,7 +485,7 @@ class Model(LanguageModel):
     context_limit = None
 
     def __init__(self, cfg):
-        super().__init__(cfg, [Block(cfg, layer) for layer in range(cfg.n_layer)])
+        super().__init__(cfg, [Block(cfg, MIXERS[kind]) for kind in cfg.kinds])
         init_weights(self)  # The authors make no projection smaller, so that n_layer is not given.
 
     def init_cache(self, batch_size, max_len):

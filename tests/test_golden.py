@@ -82,8 +82,8 @@ def test_rat(fast):
     inside."""
     arrays, _ = golden("rat_layer_L4")
     rows = dict(W_z=slice(32), W_g=slice(32, 64), W_v=slice(64, 96), W_q=slice(96, 112), W_k=slice(112, 128))
-    names = {**dict.fromkeys(rows, "blocks.0.mix.w_in.weight"), "W_o": "blocks.0.mix.wo.weight",
-             "b_g": "blocks.0.mix.gate_bias", "norm": "blocks.0.norm1.weight"}
+    names = {**dict.fromkeys(rows, "blocks.0.attn.w_in.weight"), "W_o": "blocks.0.attn.wo.weight",
+             "b_g": "blocks.0.attn.gate_bias", "norm": "blocks.0.norm1.weight"}
     model = model_rat.Model(model_rat.Config(block_size=16, vocab_size=32, n_layer=1, n_head=4, n_embd=32, chunk=4,
                                              norm_eps=1e-6, fast=fast))
     nn.init.zeros_(model.blocks[0].mlp.w_down.weight)           # the file has no MLP

@@ -23,14 +23,14 @@ def rat(kind="rat", **sizes):
 
 def output(model, u, layer=0):
     """Return what the layer's mixer makes of u (B, T, C)."""
-    return model.blocks[layer].mix(u, layer, model_rat.Context(model.cfg, u))
+    return model.blocks[layer].attn(u, layer, model_rat.Context(model.cfg, u))
 
 
-def rat_by_hand(cfg, mix, u):
+def rat_by_hand(cfg, mixer, u):
     """Return what the layer makes of one sequence u (T, C), token by token and head by head."""
     C, D, G, H, K = cfg.n_embd, cfg.head_size, cfg.qk_groups, cfg.n_head, cfg.chunk
-    z, g, v, q, k = (u @ mix.w_in.weight.T).split([C, C, C, G * D, G * D], -1)
-    v, gate = v.unflatten(-1, (H, D)), (g + mix.gate_bias).sigmoid().unflatten(-1, (H, D))
+    z, g, v, q, k = (u @ mixer.w_in.weight.T).split([C, C, C, G * D, G * D], -1)
+    v, gate = v.unflatten(-1, (H, D)), (g + mixer.gate_bias).sigmoid().unflatten(-1, (H, D))
     q, k = (x.unflatten(-1, (G, D))[:, [h % G for h in range(H)]] for x in (q, k))      # (T, H, D)
     at = {"chunk": lambda t: t // K, "rope": lambda t: t, "none": lambda t: 0}[cfg.pos]
     turned = lambda x, t: rotate(x[None], torch.tensor([at(t)]), 10000.0)[0]
@@ -44,7 +44,7 @@ def rat_by_hand(cfg, mix, u):
         ys.append((p[..., None] * values).sum(0).flatten())
         if (t + 1) % K == 0:
             ends.append((turned(sk, t), sv))
-    return (torch.sigmoid(z) * torch.stack(ys)) @ mix.wo.weight.T
+    return (torch.sigmoid(z) * torch.stack(ys)) @ mixer.wo.weight.T
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -52,20 +52,20 @@ def rat_by_hand(cfg, mix, u):
 def test_the_layer_is_its_equations(kind, fast):
     for chunk in (1, 4, 23, 50):
         model, u = rat(kind, chunk=chunk, fast=fast), torch.randn(2, 23, 32, dtype=torch.float64)
-        assert relative(output(model, u)[1], rat_by_hand(model.cfg, model.blocks[0].mix, u[1])) < 1e-10
+        assert relative(output(model, u)[1], rat_by_hand(model.cfg, model.blocks[0].attn, u[1])) < 1e-10
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_where_gates_are_shut(fast):
     """Outputs and gradients stay finite where gates are exactly 0 or 1 and an output gate is 0."""
     model, u = rat(fast=fast).float(), torch.randn(2, 23, 32)
-    mix = model.blocks[0].mix
+    mixer = model.blocks[0].attn
     with torch.no_grad():
-        mix.gate_bias[::3], mix.gate_bias[1::3] = 1000, -1000
-        mix.w_in.weight[:8] = -1000 * torch.sign(u[0, 0])         # z of head 0 at the first token
-    y = mix(u, 0, model_rat.Context(model.cfg, u))
+        mixer.gate_bias[::3], mixer.gate_bias[1::3] = 1000, -1000
+        mixer.w_in.weight[:8] = -1000 * torch.sign(u[0, 0])         # z of head 0 at the first token
+    y = mixer(u, 0, model_rat.Context(model.cfg, u))
     y.square().sum().backward()
-    assert y.isfinite().all() and all(p.grad.isfinite().all() for p in mix.parameters())
+    assert y.isfinite().all() and all(p.grad.isfinite().all() for p in mixer.parameters())
 
 
 @pytest.mark.parametrize("pos, theirs", [("chunk", "rope"), ("none", "none")])
@@ -74,12 +74,10 @@ def test_attention_is_the_plain_transformers(pos, theirs):
     same. It has RoPE there also with pos=none."""
     sizes = dict(n_kv_head=2, tie_embeddings=False, mlp="swiglu")
     gpt, model, x = tiny("gpt", pos=theirs, **sizes), rat("attention", pos=pos, **sizes), tokens(2, 51)
-    renamed = lambda named: {name.replace(".attn.", ".mix."): w for name, w in named.items()}
-    model.load_state_dict(renamed(gpt.state_dict()))
-    logits, loss, grads = outputs_and_gradients(gpt, x)
-    assert_same(outputs_and_gradients(model, x), (logits, loss, renamed(grads)), all_reached=True)
+    model.load_state_dict(gpt.state_dict())
+    assert_same(outputs_and_gradients(model, x), outputs_and_gradients(gpt, x), all_reached=True)
     gpt, model = tiny("gpt", window=7, **sizes), rat("attention-swa", pos=pos, **sizes)
-    model.load_state_dict(renamed(gpt.state_dict()))
+    model.load_state_dict(gpt.state_dict())
     u = torch.randn(2, 40, 32, dtype=torch.float64)
     assert relative(output(model, u, 1), gpt.blocks[1].attn(u, 1, model_gpt.Context(gpt.cfg, u))) < 1e-10
     assert rat("rat-swa", n_layer=4).cfg.kinds == ["rat", "swa", "rat", "swa"]
@@ -134,5 +132,5 @@ def test_gate_biases_spread_memories_over_a_chunk_or_all_that_recurs():
     torch.manual_seed(0)
     for sizes, longest in (({}, 15), (dict(mixer="rnn"), 511)):
         model = model_rat.Model(model_rat.Config(block_size=512, n_layer=1, n_embd=2048, n_head=32, **sizes))
-        u = model.blocks[0].mix.gate_bias.exp() / longest
+        u = model.blocks[0].attn.gate_bias.exp() / longest
         assert 1 / longest <= u.min() < 0.08 and 0.99 < u.max() <= 1 and abs(u.mean() - 0.52) < 0.04

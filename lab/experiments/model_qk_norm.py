@@ -51,10 +51,10 @@ class Model(model_rat.Model):
     def __init__(self, cfg):
         super().__init__(cfg)
         for block in self.blocks:
-            if isinstance(block.mix, model_rat.RAT):
-                block.mix.__class__ = RAT   # a seed gives the same weights as in model_rat
-                block.mix.q_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
-                block.mix.k_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
+            if isinstance(block.attn, model_rat.RAT):
+                block.attn.__class__ = RAT   # a seed gives the same weights as in model_rat
+                block.attn.q_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
+                block.attn.k_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
 
     def init_cache(self, *sizes):
         raise UserError("this model has no cache to decode with: it trains and evaluates")

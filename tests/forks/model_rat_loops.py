@@ -25,7 +25,7 @@ class Model(model_relaxed.Model):
     mixer_flops = model_rat.Model.mixer_flops
 
     def make_block(self, cfg, k):
-        return model_rat.Block(cfg, k)
+        return model_rat.Block(cfg, model_rat.MIXERS[cfg.kinds[k]])
 
     def init_cache(self, batch_size, max_len):
         n_layer = self.loops_to_run * self.cfg.n_stored
