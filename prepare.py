@@ -24,10 +24,9 @@ tokenizer  byte              256 byte values; vocabulary 257
 A row of a table is a document, and so is a text file. A document goes to val if its SHA-256, as a
 fraction of 2^256, is below val_fraction, so that it stays in its split when others come or go.
 Where that would leave a split empty, as it does with a single document, the end of each document
-goes to val. End-of-text follows every document, unless there is only one. If the names of all
-tables in a folder tell a split, the tables of split= are read, and otherwise all tables. A note
-names the files of other kinds, which are not read. Documents that are not UTF-8 text are skipped
-and counted.
+goes to val. End-of-text follows every document, unless there is only one. If the name of each table
+in a folder names a split, the tables of split= are read, and otherwise all tables. A note names the
+files of other kinds, which are not read. Documents that are not UTF-8 text are skipped and counted.
 
 dataset=packages has the same bytes on every machine, because its packages are pinned and the text
 of each is checked by its SHA-256. Identical files are read once. The validation text is that of
@@ -36,8 +35,8 @@ whole packages. Tokens in a stretch of 64 tokens that also occurs in train are l
 A document must fit in memory, but a stream of documents need not. The same source and settings give
 the same tokens. A data set is made beside its place and then renamed, so that a call that fails or
 is stopped leaves nothing behind. The next call for this data set removes what a killed call left.
-meta.json records size, date and a hash of the local files that were read, and train.py tells
-whether they have changed.
+meta.json records size, date, and hashes of the content and the place of the local files that were
+read, and train.py prints a note if they have changed.
 """
 import contextlib
 import glob
@@ -69,9 +68,9 @@ from common.options import (UserError, check_name, first_line, lock, need, note,
 from common.tokenizer import (HUB_NAME, SURROGATE, ByteTokenizer, CharTokenizer, check_back,
                               gpt2_tokenizer, slices, train_bpe)
 
-BATCH = 512  # The encoding threads get so many slices of text at once.
-SAMPLE_BYTES = 200_000_000  # A BPE, and the characters of a hub's data set, come from so much text.
-READ_BYTES = 4_000_000_000  # Files of less in all are read to see whether they have changed.
+BATCH = 512  # slices of text that the encoding threads get at once
+SAMPLE_BYTES = 200_000_000  # text that a BPE, or the characters of a hub's data set, come from
+READ_BYTES = 4_000_000_000  # Files with fewer bytes in all are hashed, to see whether they changed.
 
 
 @dataclass
@@ -140,7 +139,8 @@ def files_below(folder, skip=(), above=()):
 
 def table_files(path, split):
     """Return the tables of a path that are read, and the other files of a folder. If each table has
-    a split, the tables of `split` are read, and else all tables are."""
+    a split, by the README.md of the data set or by its name, the tables of `split` are read.
+    Otherwise all tables are."""
     files = sorted(files_below(path)) if os.path.isdir(path) else [path]
     tables = list(filter(TABLE.search, files))
     splits = card_splits(path) or {f: split_of(os.path.relpath(f, path)) for f in tables}
@@ -153,7 +153,8 @@ def table_files(path, split):
 
 
 def card_splits(folder):
-    """Return {real path of a file: its split} if the README.md of a data set lists its files."""
+    """Return {real path of a file: its split} if the README.md of a data set lists its files,
+    otherwise {}."""
     card = Path(folder, "README.md")
     if not card.is_file() or b"\nconfigs:" not in card.read_bytes():
         return {}
@@ -300,7 +301,7 @@ class Corpus:
             splits.add(self.split(text))
             if len(splits) == 2:
                 break
-        self.cut = len(splits) < 2      # a split would be empty
+        self.cut = len(splits) < 2      # one would be empty
 
     def __iter__(self):
         """Yield the text of each document that is not empty. Documents that are no text are skipped
@@ -374,13 +375,17 @@ def build_tokenizer(cfg, corpus, files):
     if kind == "bpe":
         return train_bpe(int(rest), corpus.sample(["train"], SAMPLE_BYTES))
     limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") and not files else math.inf
-    return CharTokenizer(set().union(*corpus.sample(["train", "val"], limit)))
+    chars = set()
+    for text in corpus.sample(["train", "val"], limit):
+        chars.update(text)
+    return CharTokenizer(chars)
 
 
 def encode(corpus, tokenizer, dtype, files, room) -> Counter:
     """Encode every document on all cores, and write its tokens to the file of its split. A file
-    gets at most room[split] tokens. Return how many bytes of text the tokens of each split stand
-    for. Raise UserError if a text does not come back from its tokens."""
+    gets at most room[split] tokens, and room counts down with each. Return how many bytes of text
+    the tokens of each split stand for. Raise UserError if a text does not come back from its
+    tokens."""
     def encoded(piece):
         _, text, first, ends = piece
         ids = tokenizer.encode_slice(text, first)
@@ -456,7 +461,7 @@ def settings(cfg) -> dict:
 
 
 def fingerprint(files) -> dict:
-    """Return what tells local files from others: their size, their latest date, a hash of their
+    """Return a dict that identifies local files: their size, their latest date, a hash of their
     content, and a hash of their path, because meta.json is to name no path of a machine. If the
     files are large, their sizes and dates stand for their content, because they are not to be read
     at each start of a run."""
@@ -537,14 +542,15 @@ def already_there(folder, cfg) -> bool:
                         "choose another name=")
     if cfg.overwrite:
         return False
-    for data in load_data(folder).values():
-        data.check()
-    made = [f"{k}={data.meta.get(k)!r:.60}" for k, v in settings(cfg).items()
-            if data.meta.get(k) != v]
+    data = load_data(folder)
+    for split in data.values():
+        split.check()
+    meta = data["train"].meta
+    made = [f"{k}={meta.get(k)!r:.60}" for k, v in settings(cfg).items() if meta.get(k) != v]
     if made:
         raise UserError(f"{folder} was made with {', '.join(made)}: overwrite=true replaces it, "
                         "name=... makes another")
-    tell_changes(folder, data.meta)
+    tell_changes(folder, meta)
     return True
 
 

@@ -24,9 +24,10 @@ process, and a model that reads no tensor on the host (mor with router=token rea
 
 A run is repeatable, because its batch depends only on (seed, step), and the random numbers of a
 forward pass depend only on (seed, step, micro-batch). So a resumed run, and a run that evaluates
-more often, ends in the same weights. A run on another number of processes reads the same tokens.
-Schedules depend on step / max_steps, except for warmup_steps and muon_momentum_steps, which count
-steps. So if a run is resumed with a larger max_steps=, a learning rate that has fallen rises again.
+more often, ends in the same weights (bit for bit on a CPU). A run on another number of processes
+reads the same tokens. Schedules depend on step / max_steps, except for warmup_steps and
+muon_momentum_steps, which count steps. So if a run is resumed with a larger max_steps=, a learning
+rate that has fallen rises again.
 """
 import contextlib
 import hashlib
@@ -77,7 +78,7 @@ class Run:
     flops: float = 0.0      # floating-point operations of these steps
     evaluated: int = 0      # `step` at the last evaluation
     best_ce: float = math.inf   # validation loss of best.pt
-    stamp: bytes = None         # of the ckpt.pt that it has saved or comes from
+    stamp: bytes = None         # of the ckpt.pt that it has saved last, or was resumed from
 
     @property
     def folder(self):
@@ -94,7 +95,7 @@ def train(run):
     """Train to max_steps. Return True if the run has reached max_steps, and False if a signal has
     stopped it after a step. Then its state is saved."""
     with stop_request() as signals:
-        evaluate_and_keep(run)      # a killed run may not have done it at the step where it goes on
+        evaluate_and_keep(run)      # a killed run may have saved this step without evaluating it
         while run.step < run.cfg.max_steps:
             logged, stopping = train_step(run, signals)
             if run.log:
@@ -143,15 +144,15 @@ def forward_backward(run):
     one_batch = run.recorded or micro_step
     for index, (x, y), count in zip(indices, micro_batches, counts):
         seed_forward(cfg.seed, run.step, index)
-        # DDP sums gradients over the processes once a step. FSDP does so after each micro-batch,
-        # because it keeps them sharded.
+        # DDP averages gradients over the processes once a step. FSDP does so after each
+        # micro-batch, because it keeps them sharded.
         sync = procs.world == 1 or cfg.fsdp or index == indices[-1]
         with contextlib.nullcontext() if sync else run.forward.no_sync():
             x, y = to_device(x, run), to_device(y, run)
             # The loss is the mean over the `count` targets of this micro-batch. The weight
             # count / total makes the micro-batches add up to the mean over the step's `total`
-            # targets. DDP and FSDP average over the `world` processes. The weight is multiplied by
-            # `world`, because their sum is wanted.
+            # targets. The weight is multiplied by `world`, because DDP and FSDP average over so
+            # many processes, and the sum is wanted.
             aux, right = one_batch(run, x, y, count / total * procs.world)
         values = {key: value * (count / total) for key, value in aux.items()}
         if run.task:
@@ -205,7 +206,7 @@ def to_device(x, run):
 
 def clip_and_check(run, logged, signals):
     """Clip the gradients. Return the logged values, summed over all processes, and whether any
-    process was asked to stop, which the same message sums. Raise UserError in all processes if the
+    process was asked to stop. One all-reduce sums both. Raise UserError in all processes if the
     loss or the gradient norm is not finite. This waits for the GPU in each step, because an update
     that is not finite must not happen."""
     clip = run.cfg.grad_clip or math.inf
@@ -256,7 +257,7 @@ def evaluate(run):
                 for name, total, count in figures(run, x, y, i in exact):
                     totals[name] += total
                     counts[name] += count
-    summed = zip(names, procs.sum(*totals.values()), procs.sum(*counts.values()))
+    summed = zip(totals, procs.sum(*totals.values()), procs.sum(*counts.values()))
     means = {f"val_{name}": total / count for name, total, count in summed if count}
     if not run.task:
         means["val_bpb"] = bits_per_byte(means["val_ce"], run.batches.val)
@@ -294,7 +295,7 @@ MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "
 
 def evaluate_and_keep(run):
     """Save and evaluate the state after each eval_interval steps and after the last one. Keep it as
-    step_N.pt after each keep_interval steps. A state that cannot be evaluated is not kept."""
+    step_N.pt after each keep_interval steps, but not if the evaluation fails."""
     def due(interval):
         return run.step > 0 and interval > 0 and run.step % interval == 0
     start = time.perf_counter()
@@ -303,7 +304,7 @@ def evaluate_and_keep(run):
     if evaluates:
         save_and_evaluate(run)
     if last and evaluates or due(run.cfg.keep_interval):
-        save(run, "ckpt.pt")        # so that what goes on from here has the evaluation
+        save(run, "ckpt.pt")        # now with the evaluation, for a run that goes on from here
     if due(run.cfg.keep_interval):
         save(run, f"step_{run.step}.pt")    # last, so that it is never newer than ckpt.pt
     if run.log:
@@ -365,8 +366,9 @@ def restore(run, ckpt):
         setattr(run, name, ckpt[name])
     now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint,
            "precision": run.procs.precision}
-    was = {**ckpt["config"], **ckpt["model_config"], **ckpt}    # an older checkpoint has less
-    # If an evaluation reads all of the text, batch_size does not change what it measures.
+    was = {**ckpt["config"], **ckpt["model_config"], **ckpt}
+    # What an older checkpoint lacks is not compared. batch_size matters only if an evaluation reads
+    # a part of the text.
     partial = run.cfg.eval_batches or run.cfg.exact_batches
     if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
                  and (partial or name != "batch_size")]:
@@ -407,7 +409,8 @@ def setup(argv):
         if not cfg.eval_only:
             set_budget(cfg, model)
         teacher = load_teacher(cfg, model, batches.train)
-    # This sum waits for all processes, so that none writes to the folder before all have read it.
+    # This sum waits for all processes, so that the first writes to the folder only after all have
+    # read it.
     number = number_of(cfg, model, batches, teacher, ckpt) if procs.world > 1 else 0
     if procs.sum(number)[0] != procs.world * number:
         raise UserError("the processes have different options, data or checkpoints: every node "
@@ -519,11 +522,9 @@ def make_model(cfg, fields, ckpt, vocab_size):
                         f"tokens")
     torch.manual_seed(cfg.seed)
     if ckpt is not None:
-        model = build_model(ckpt, **fields)
-    else:
-        module = model_module(cfg.model)
-        model = module.Model(module.Config(**fields))
-    return model
+        return build_model(ckpt, **fields)
+    module = model_module(cfg.model)
+    return module.Model(module.Config(**fields))
 
 
 def prepare_forward(cfg, model, procs):
@@ -591,9 +592,10 @@ def record_micro_step(run):
 
 def claim_folder(run):
     """Make the run's folder and its log, in the first process. No other run can have the folder
-    until this one ends, if the file system has locks. Files that a killed run left half written
-    are removed. So are the files of an older run if overwrite=true replaces it, but no file of the
-    user's. Its ckpt.pt goes first. If the process is killed then, the other files are refused."""
+    until this one ends, if the file system has locks. Files that a killed run left half written are
+    removed. So are the files of an older run if overwrite=true replaces it, but no file of the
+    user's. Its ckpt.pt is removed first. If the process is killed after that, check_new refuses the
+    files that are left."""
     folder = run.folder
     if not run.procs.master:
         return

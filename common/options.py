@@ -31,7 +31,7 @@ import yaml
 
 try:
     import fcntl
-except ImportError:     # on Windows, two processes in one folder are not told apart
+except ImportError:     # Windows has none, so that nothing keeps two processes out of one folder
     fcntl = None
 
 HERE = Path(__file__).resolve().parent.parent      # the project's root
@@ -111,13 +111,14 @@ TOO_LARGE = ("allocate memory|out of memory|size calculation overflowed|array is
              "allowed dimension|Overflow when unpacking")
 NO_COMPILER = r"find C compiler|'[^']*(gcc|g\+\+|clang|nvcc|cl\.exe)'.* returned non-zero"
 DEVICE = "(CUDA|HIP|MPS) error|(CUBLAS|CUDNN|CUSOLVER)_STATUS"
-# Another process of torchrun has ended. told_by_another knows whether it has told why.
+# Another process of torchrun has ended (these words are searched only under torchrun).
+# told_by_another knows whether it has told why.
 LOST = r"[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe|remote process exited|ncclRemoteError"
 
 
 def in_one_line(e):
-    """Return what to tell about an error that is not a bug of ours. Return None for a bug, whose
-    traceback is shown."""
+    """Return what to tell about an error of the input, the machine or a library. Return None for
+    another error, which is a bug, so that its traceback is shown."""
     modules = [kind.__module__ for kind in type(e).__mro__]
     # torch.compile begins with "backend='inductor' raised:", and the error is in the next line.
     lines = [line for line in map(str.strip, str(e).splitlines()) if line[-7:] != "raised:"]
@@ -131,13 +132,13 @@ def in_one_line(e):
         return f"{str(e.filename):.100}: {reason}" if e.filename else reason
     if "WORLD_SIZE" in os.environ and isinstance(e, RuntimeError) and re.search(LOST, str(e)):
         return f"another process has ended, perhaps killed: {first}"
-    kinds = {"the compiler failed (compile=false trains without torch.compile, and fast=false "
-             "without our kernels)": any(module.startswith(COMPILERS) for module in modules),
-             "a compiler is missing or failed": re.search(NO_COMPILER, str(e)),
-             "a library broke off, perhaps because a file is damaged": RUST in modules,
-             "the processes cannot reach each other": "torch.distributed" in modules,
-             "the device failed": re.search(DEVICE, str(e))}
-    for words, fits in kinds.items():
+    causes = {"the compiler failed (compile=false trains without torch.compile, and fast=false "
+              "without our kernels)": any(module.startswith(COMPILERS) for module in modules),
+              "a compiler is missing or failed": re.search(NO_COMPILER, str(e)),
+              "a library broke off, perhaps because a file is damaged": RUST in modules,
+              "the processes cannot reach each other": "torch.distributed" in modules,
+              "the device failed": re.search(DEVICE, str(e))}
+    for words, fits in causes.items():
         if fits:
             return f"{words}: {first}"
     return None
@@ -252,8 +253,8 @@ def known(values, options, what) -> dict:
 
 
 def check_known(values, options, where="", what="option"):
-    """Raise UserError for the first name among values that is none of options, each of which is a
-    `what`. `where` says, after the name, where it stands."""
+    """Raise UserError for the first name in `values` that is not in `options`. The message calls
+    such a name a `what`, and puts `where` behind it."""
     for name in map(str, values):
         if name not in options:
             near = difflib.get_close_matches(name, options, n=1)
@@ -386,8 +387,8 @@ LOCKS = {}      # {folder: its open descriptor}, for the folders that this proce
 
 def lock(folder, what="run of this name"):
     """Keep a folder for this process. The kernel releases the lock when the process ends, however
-    it ends. Return whether there is a lock now, because some systems have none. Raise UserError if
-    another process has the folder; `what` says what it does there."""
+    it ends. Return whether this process has a lock now, because some systems have none. Raise
+    UserError if another process has the folder. The message calls that process `what`."""
     folder = folder.absolute()
     if folder in LOCKS or fcntl is None:
         return folder in LOCKS
@@ -591,10 +592,15 @@ def merge(given, load):
     it, because it is the data's then. On resume, notes name the values of a config file that the
     run does not take."""
     file, saved, left = config_file(given), {}, set()
-    named = file if "config" in given else {}   # such a file may change a checkpoint's fields
+    # `saved` are the checkpoint's values, and `left` the names that it does not decide.
+    named = file if "config" in given else {}   # such a file may change fields with init_from=
     start = typed_config(TrainConfig, chosen({**file, **given}, START))
     if start.eval_only and "init_from" not in given:
         start.init_from = ""        # the run is evaluated, and not the weights that it began with
+    if (start.init_from and start.resume != "false" and not start.eval_only
+            and not {"run", "model", "config"} & given.keys()):
+        raise UserError("resume= with init_from= needs run=NAME (or model=, config=), because the "
+                        "run's name depends on the checkpoint")
     ckpt = load(start)      # This sets start.resume (auto: true or false) and start.init_from, too.
     if ckpt is not None and start.init_from:
         ckpt = as_weights_of({**named, **given}.get("model", ckpt["model"]), ckpt)
@@ -633,10 +639,11 @@ def checked(values, given, ckpt):
     cfg, model = (typed_config(schema, chosen(values, names(schema))) for schema in schemas)
     if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
         raise UserError("max_flops sets max_steps: give one of the two")
-    for name, old in ckpt["model_config"].items() if ckpt else ():
-        if getattr(model, name) != old and name not in not_in_weights(ckpt):
-            raise UserError(f"{name}={getattr(model, name)} does not fit the checkpoint, whose "
-                            f"model has {name}={old}")
+    for field_name, old in ckpt["model_config"].items() if ckpt else ():
+        new = getattr(model, field_name)
+        if new != old and field_name not in not_in_weights(ckpt):
+            raise UserError(f"{field_name}={new} does not fit the checkpoint, whose model has "
+                            f"{field_name}={old}")
     if cfg.resume != "true" and not cfg.eval_only and not Path(cfg.config).exists():
         note(f"there is no {cfg.config}: this is dataset={cfg.dataset} tokenizer={cfg.tokenizer} "
              f"optimizer={cfg.optimizer} max_steps={cfg.max_steps}, and other options that are not "

@@ -16,6 +16,8 @@ import contextlib
 
 import torch.distributed as dist
 
+from common.options import UserError
+
 
 def is_sharded(x):
     """Return whether x is a sharded tensor, a DTensor."""
@@ -25,6 +27,8 @@ def is_sharded(x):
 def shard(model, blocks, device, world):
     """Shard the model, whose blocks these are, in place over `world` processes. All processes must
     hold the same weights."""
+    if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
+        raise UserError(f"fsdp=true cannot shard {scalars[0]}, which has no dimension")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     mesh = init_device_mesh(device.type, (world,))
@@ -35,8 +39,8 @@ def shard(model, blocks, device, world):
 
 @contextlib.contextmanager
 def gathered(model):
-    """Inside, every process has all weights, and runs the model without the other processes. A
-    model that is not sharded stays as it is."""
+    """Inside, every process has all weights, and runs the model without the other processes. All of
+    them must enter together. A model that is not sharded stays as it is."""
     units = [module for module in model.modules() if hasattr(module, "unshard")]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -44,7 +48,7 @@ def gathered(model):
     yield
     for unit in units:
         unit.reshard()
-        unit.set_reshard_after_forward(unit is not model, recurse=False)
+        unit.set_reshard_after_forward(unit is not model, recurse=False)    # FSDP2's default
 
 
 def whole(tree):
@@ -68,6 +72,7 @@ def sharded_like(optimizer, state):
     moments = {}
     for i, values in state["state"].items():
         p = parameters[i]
+        # A moment has the parameter's shape. AdamW's `step` has not.
         moments[i] = {name: distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
                       if x.shape == p.shape else x for name, x in values.items()}
     return {**state, "state": moments}

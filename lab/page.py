@@ -1,11 +1,12 @@
 """
-This server shows on a page how deep each token goes, and answers OpenAI's completions. It is for
-trained models that loop over depth (relaxed, mor).
+This server shows on a page how deep each token goes, and answers requests of OpenAI's completions
+API. It is for trained models that loop over depth (relaxed, mor).
 
     python -m lab.page out/mor_tiny port=8000           http://127.0.0.1:8000
     python -m lab.page out/mor_tiny out/relaxed_exit exit=confidence:0.5
-                            two runs on one page. exit= and fill= hold for runs without a router,
-                            which also write each text without exits, so that one can compare.
+                            two runs on one page. exit= and fill= are for relaxed alone. With
+                            exit= a relaxed run is there a second time, without exits, so that one
+                            can compare.
     curl 127.0.0.1:8000/v1/completions -d '{"prompt": "def ", "max_tokens": 50, "stream": true}'
     python -m lab.page help                             every option with its meaning
 
@@ -67,7 +68,7 @@ class PageEngine(serve.Engine):
             slot.request = None if slot.request.reason else slot.request
         self.waiting = deque(choice for choice in self.waiting if not choice.reason)
         self.admit(self.waiting)
-        # There are several steps, because it takes time to change threads.
+        # A turn has four steps, because each change of threads takes time.
         await asyncio.to_thread(lambda: [self.step() for _ in range(4)])
 
     async def write(self, choices, asked):
@@ -84,7 +85,7 @@ class PageEngine(serve.Engine):
         while not all(text["finish_reason"] for text in texts):
             if self.turn is None or self.turn.done():
                 self.turn = asyncio.ensure_future(self.take_turn())
-            await asyncio.shield(self.turn)     # the turn goes on when this client goes
+            await asyncio.shield(self.turn)     # the turn is not cancelled if this client goes
             for choice, text, stream in zip(choices, texts, streams):
                 # The new parts are those of new tokens, and the end if there is a reason.
                 new = len(choice.exits) - len(text["depths"]) + bool(choice.reason)
@@ -106,10 +107,12 @@ def parts_of(choice, pieces, stops):
 
     pieces is the tokenizer's stream of the tokens. A part may be asked for when its token is there,
     and the last one when the choice has a reason to end. The text ends before the first of the stop
-    strings that it contains. Text that may begin one of them is held back."""
+    strings that it contains. Then choice.reason is set, so that the next turn frees the slot. Text
+    that may be the beginning of a stop string is held back."""
     held = ""
     for piece, depth in itertools.zip_longest(pieces, choice.exits):    # the end has no depth
         held += piece
+        # where a stop string begins, or may begin as long as further tokens may follow
         starts = (n for n in range(len(held)) if held.startswith(stops, n)
                   or depth and any(stop.startswith(held[n:]) for stop in stops))
         text = held[:next(starts, None)]        # all of it if nothing may be a stop string
@@ -176,7 +179,7 @@ async def complete(request: Request):
     # "", [], {} and null stand for the default. 0 and false do so only for an unknown option.
     asked = Completion.model_validate({name: value for name, value in given.items()
                                        if value or value == 0 and name in Completion.model_fields})
-    await model(asked.model)
+    await model(asked.model)            # raises 404 if there is no such run
     run = runs[asked.model]
     events = run.write(asked.choices(run, request), asked)
     if asked.stream:
@@ -201,8 +204,9 @@ async def models():
 # ---- the server ----
 
 async def guarded(scope, receive, send):
-    """Run app, unless the client calls this machine by a foreign name. Its owner could point such a
-    name to this machine, and then a browser would let a page of that site read the answers."""
+    """Run app, unless the client calls this machine by a foreign name. Another site could let its
+    own name point to this machine (DNS rebinding), and then a browser would let a page of that site
+    read the answers."""
     headers = Request(scope).headers
     names = headers.get("host", ""), headers.get("origin", "localhost").rpartition("/")[2]
     foreign = refused(None, HTTPException(403, "the Host or Origin header names another machine"))
@@ -229,15 +233,18 @@ def main(argv):
         if name in runs:
             raise UserError(f"two runs are named {name}: each needs a name of its own")
         model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
-        # Beside other runs, a router's run has no exit=. Alone it gets exit=, which Engine refuses.
+        # Beside other runs, a mor ignores exit= and fill=. A mor that is alone gets them, and
+        # Engine refuses them.
         skips = serve.adapter_of(model).routed and len(paths) > 1
         rule = () if skips else (cfg.exit, cfg.fill)
         runs[name] = PageEngine(model, tokenizer, cfg, *rule)
-        twin = f"{name}-without-exits"
-        if runs[name].rule and twin in runs:
-            raise UserError(f"two runs are named {twin}: each needs a name of its own")
         if runs[name].rule:         # the same weights show what exits change
+            twin = f"{name}-without-exits"
+            if twin in runs:
+                raise UserError(f"two runs are named {twin}: each needs a name of its own")
             runs[twin] = PageEngine(model, tokenizer, cfg)
+    if cfg.exit and not any(run.rule for run in runs.values()):
+        raise UserError("exit= is for relaxed, and none of these runs is one")
     with naming(f"host={cfg.host} port={cfg.port}"):
         try:
             family, *_, (address, *_) = socket.getaddrinfo(cfg.host, cfg.port)[0]

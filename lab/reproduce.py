@@ -65,7 +65,7 @@ AGAINST = " against "           # between a column's format and the row that it 
 QUANTILES = {3: 4.3027, 4: 3.1824, 5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
 CURVE_POINTS = 60               # about how many points of a run's log its result keeps
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
-STARTED, STOP = [], threading.Event()   # programs of this call; whether they are to end
+STARTED, STOP = [], threading.Event()   # programs of this call; set when they are to end
 PANEL = {"x", "y", "of", "xlabel", "ylabel", "xscale", "yscale", "xlim", "ylim", "xticks", "yticks"}
 
 
@@ -228,7 +228,7 @@ def file_options(run):
 def changed(run, made):
     """Return which have changed since the run was made, of the text, the model's code and the
     weights that it starts from. `made` is the run's line of the results, or what `start` wrote.
-    What it lacks, or has as None, was not known then."""
+    What it lacks, or has as None, was not known then, and has not changed."""
     now, words = made_from(run), {"text": "text", "model": "version of the model's code",
                                   "start": "run that they start from"}
     return [words[what] for what in now if now[what] and made.get(what) not in (None, now[what])]
@@ -280,8 +280,14 @@ def code_of(module):
                 todo += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
                 todo.append(node.module)
-    code = "".join(name + ast.dump(trees[name]) for name in sorted(trees))
+    code = "".join(name + dump(trees[name]) for name in sorted(trees))
     return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def dump(tree):
+    """Return what ast.dump returns in Python 3.11, because later versions write less or more."""
+    more = {"show_empty": True} if sys.version_info >= (3, 13) else {}
+    return ast.dump(tree, **more).replace(", type_params=[]", "")
 
 
 def missing(runs):
@@ -314,8 +320,9 @@ def stop_all():
 
 
 def start(run):
-    """Start or resume the training of a run, and return its process. A run whose config file, text
-    or model has changed since begins again. FOLDER.txt receives the output."""
+    """Start or resume the training of a run, and return its process. If its config file, text,
+    model or start has changed since, its folder is deleted, and it begins again. FOLDER.txt
+    receives the output."""
     options, file = file_options(run), run.folder / "keys.json"
     was = read_json(file) if file.exists() else {}
     made = was.pop("made_from", {})
@@ -323,6 +330,9 @@ def start(run):
         made["text"] = trained_on(run, load_checkpoint(run.folder / "ckpt.pt"))
     unknown = run.needs and "start" not in made     # an older version began the run
     if was != options or changed(run, made) or unknown:         # it begins again
+        if run.start and not (HERE / run.start).exists():
+            raise UserError(f"{run.start} is gone: delete {Path(run.start).parent}, and the same "
+                            f"command makes it again")
         if run.folder.exists():
             if (run.folder / "ckpt.pt").exists():
                 note(f"{run.folder} begins again: its config file, text or model has changed, or "
@@ -341,7 +351,7 @@ def start(run):
 def trained_on(run, ckpt):
     """Return the text of made_from as the run's checkpoint has it, because train.py may have
     prepared the text after the run was started."""
-    return made_from(run)["text"] and ckpt["data"]
+    return ckpt["data"] if made_from(run)["text"] else None
 
 
 def train_all(runs, jobs):
@@ -368,7 +378,9 @@ def train_all(runs, jobs):
             for run in runs:
                 tasks[run] = pool.submit(train, run)
             return [run for run, task in tasks.items() if not task.result()]
-        except BaseException:   # a signal; the pool's threads wait for their programs
+        except BaseException:
+            # After a signal no further run begins. The pool's threads wait for the programs, which
+            # stop_all ends.
             pool.shutdown(wait=False, cancel_futures=True)
             stop_all()
             raise
@@ -394,6 +406,9 @@ def record(run):
     made["text"] = trained_on(run, ckpt)
     steps = [row for row in log if "lr" in row]
     evaluation = next((row for row in reversed(log) if "lr" not in row), {})
+    if evaluation.get("step") != ckpt["step"]:      # the disk may have been full
+        raise UserError(f"{run.folder}/log.jsonl lacks the evaluation of step {ckpt['step']}: "
+                        f"delete the folder, and the same command makes the run again")
     # A run of fewer steps than log_interval has no such line, so that the speed is the whole run's.
     speeds = [row["tokens_per_second"] for row in steps] or [log[-1]["tokens"] / log[-1]["seconds"]]
     result = {"command": run.command, **made, "keys": file_options(run),
@@ -433,7 +448,9 @@ def measure(experiment, runs):
     """Make the calls of lab.bench that have no line yet, one after the other, while no run trains.
     results/NAME.txt receives the output. Return the calls that failed."""
     failed = []
-    for command in [command for command, line in benches(experiment, runs).items() if not line]:
+    for command, line in benches(experiment, runs).items():
+        if line:
+            continue
         arguments = command.split()[1:]
         process = python("-m", "lab.bench", *arguments, stdout=subprocess.PIPE)
         output = process.communicate()[0]

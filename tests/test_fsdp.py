@@ -4,6 +4,8 @@ import torch
 from torch.utils._pytree import tree_flatten_with_path
 
 from common import checkpoint
+from common.options import UserError
+from common.sharded import shard
 import runs
 import train
 from conftest import MODELS
@@ -50,3 +52,10 @@ def test_two_sharded_processes_are_one(model, extra, data_dir, tmp_path):
     one = runs.run(model, tmp_path / "two", data_dir, *OPTIONS, "fsdp=false", *on)
     assert two["step"] == 8
     assert_alike(two, train.state(one), 1e-4)
+
+
+def test_a_parameter_without_dimensions_is_told():
+    model = torch.nn.Linear(2, 2)
+    model.mix = torch.nn.Parameter(torch.zeros(()))
+    with pytest.raises(UserError, match="cannot shard mix, which has no dimension"):
+        shard(model, [], torch.device("cpu"), 2)

@@ -284,14 +284,16 @@ def test_a_failure_is_told_and_does_no_harm(url, client, monkeypatch):
     ("{0}/mor {0}/mor", "two runs are named mor"), ("{0}/mor host=", "host= is empty"),
     ("{1} {0}/relaxed exit=static:1", "two runs are named relaxed-without-exits"),
     ("{0}/mor exit=static:1", "exit and fill are for relaxed"), ("{0}/mor host=my..host", "no name of a host"),
+    ("{0}/mor {3} exit=static:1", "none of these runs is one"),
     ("{0}/mor port={2}", r"in use.*: 'host=127.0.0.1 port=\d+'")])
 def test_what_is_refused(argv, message, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "runs", {})
     monkeypatch.setattr(uvicorn.Server, "run", lambda self: None)       # without a refusal the test ends, too
-    twin = tmp_path / "relaxed-without-exits"
+    twin, other = tmp_path / "relaxed-without-exits", tmp_path / "other"
     twin.symlink_to(folders / "relaxed")
+    other.symlink_to(folders / "mor")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises((UserError, OSError), match=message):
-        page.main(argv.format(folders, twin, taken.getsockname()[1]).split())
+        page.main(argv.format(folders, twin, taken.getsockname()[1], other).split())
 
 
 def test_a_missing_package_is_one_line(monkeypatch, capsys):

@@ -1,4 +1,5 @@
 """reproduce.py trains what is missing, once, and makes tables from results. Every experiment's options are known."""
+import ast
 import dataclasses
 import fcntl
 import hashlib
@@ -123,6 +124,28 @@ def test_the_first_seed_comes_first_and_a_gpu_has_one_run_at_a_time(tmp_path, mo
         unlock(tmp_path)
         assert seen.pop() == (jobs, [("a", 1), ("b", 1), ("a", 2), ("b", 2)])
     assert reproduce.JOBS > 1
+
+
+def test_the_fingerprint_of_code_is_that_of_every_python():
+    code = "class A:\n    def f(self, x: int = None): return [x]"
+    assert reproduce.dump(ast.parse(code)) == (
+        "Module(body=[ClassDef(name='A', bases=[], keywords=[], body=[FunctionDef(name='f', args=arguments(posonlyargs=[], "
+        "args=[arg(arg='self'), arg(arg='x', annotation=Name(id='int', ctx=Load()))], kwonlyargs=[], kw_defaults=[], "
+        "defaults=[Constant(value=None)]), body=[Return(value=List(elts=[Name(id='x', ctx=Load())], ctx=Load()))], "
+        "decorator_list=[])], decorator_list=[])], type_ignores=[])")
+
+
+def test_a_log_without_the_last_evaluation_is_told(tmp_path, monkeypatch):
+    """The disk may have been full when it was logged."""
+    run = SimpleNamespace(folder=tmp_path)
+    for name, value in dict(load_checkpoint=lambda path: {"step": 6}, trained_on=lambda run, ckpt: None,
+                            made_from=lambda run: {}, made_by=lambda threads: {}).items():
+        monkeypatch.setattr(reproduce, name, value)
+    (tmp_path / "keys.json").write_text("{}")
+    for log in "", '{"step": 4, "val_ce": 1}\n{"step": 6, "ce": 1, "lr": 1}\n':
+        (tmp_path / "log.jsonl").write_text(log)
+        with pytest.raises(UserError, match="lacks the evaluation of step 6"):
+            reproduce.record(run)
 
 
 @pytest.mark.parametrize("words, runs", [(["quick"], False), (["quick", "again"], True), (["quick", "write"], None), ([], None)])

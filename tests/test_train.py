@@ -179,6 +179,8 @@ def test_finetuning_starts_from_the_weights(tmp_path, data_dir, capsys):
     assert train.setup(start).model.cfg.window == 0
     folder = runs.run("rat", tmp_path / "b", data_dir, "max_steps=1").folder
     cfg, fields, _ = merge({"init_from": str(folder)}, checkpoint.load_start)
+    with pytest.raises(UserError, match="resume= with init_from= needs run=NAME"):      # whose folder is it?
+        merge({"init_from": str(folder), "resume": "auto"}, checkpoint.load_start)
     assert (cfg.model, cfg.run, fields["n_embd"]) == ("rat", "rat_tiny", 16), "the config file of their model"
 
 
