@@ -3,10 +3,10 @@ Decoding with a KV cache, for all models: where the keys and values of earlier t
 
 To go on with a sequence, a Transformer needs nothing of the earlier tokens but their keys and
 values. A call with a cache therefore runs the new tokens alone. Each layer writes their keys and
-values into slots of the cache and attends to all that are there. In KVCache slot p of a row holds
-the token at position p. LRT, RAT and MoR have subclasses of it in their files. LRT's holds a
-state besides, RAT's holds states and has slots of its own, and MoR's has a cache for each later
-recursion.
+values into slots of the cache and attends to all that are there. In KVCache, slot p of a row holds
+the token at position p. LRT, RAT and MoR have subclasses of it in their files. LRT's also holds a
+memory. RAT's also holds states, and its slots are not positions. MoR's has a further cache for each
+recursion after the first.
 
 In the simplest case there is one row. One call brings the four tokens of a prompt, a to d, and
 the next call one more, e. These are the slots after each call (a dot is empty), the positions pos
@@ -29,10 +29,10 @@ is 3, 1.
             after  e  f  x  .  .  .  .  . | -       3
 
 pos has the positions of the new tokens, and at has their slots. The slot of a real token is its
-position. The slot of all padding is max_len, which is never read. The call reads the slots
-0 .. end - 1, where end is the length of the longest row and T more, but at most max_len. Here end
-is 4 + 3 = 7. Row 1 has nothing in slots 3 .. 6. The causal mask hides these from x, because it
-compares positions and x is at 2. The padding attends to some of them, and its results mean nothing.
+position. The slot of all padding is max_len, which is never read. The call reads the slots before
+`end`. end is T plus the length of the longest row, and at most max_len. Here end is 4 + 3 = 7. Row
+1 has nothing in slots 3 .. 6. The causal mask hides these from x, because it compares positions and
+x is at 2. The padding attends to some of them, and its results mean nothing.
 
 A call goes through three steps, under no_grad:
     slots = cache.place(T, n_valid)         chooses pos, at and end; nothing changes yet
@@ -40,13 +40,13 @@ A call goes through three steps, under no_grad:
                                             of slots 0 .. end - 1
     cache.advance(slots)                    counts the new tokens, once all layers have written
 Usually the context of the call does the first two (Cached, below), and the model's decode the last.
-LRT, RAT, MoR's later recursions and RT's prefill take these steps in their own way. If a call
-fails after it has begun to write, its cache must be reset. RAT's states and MoR's later caches may
-have taken a part of the call then, and RT and LRT may have counted some of its tokens. reset(rows)
-empties rows.
+LRT, RAT, MoR's later recursions and RT's prefill take these steps in their own way. If a call fails
+after it has begun to write, its cache must be reset (reset(rows) empties rows). By then RAT's
+states and MoR's later caches may include some tokens of the call. In RT and LRT, lengths may
+already count some of them.
 
-A static call (cache.static = True) is a ragged call with end = max_len. The host reads no number of
-the device in it, and all its shapes are the same from call to call, so that it can be recorded as a
+A static call (cache.static = True) is a ragged call with end = max_len. During it the host reads no
+value from the device, and all shapes are the same from call to call. So it can be recorded as a
 CUDA graph (graphs.py).
 
 Letters: B rows, T new tokens a row, S = end slots that are read, G key/value heads, D head size.
@@ -59,12 +59,13 @@ import torch
 @dataclass
 class Slots:
     """The slots of a KVCache that the T new tokens of a call take. A model may run some of the rows
-    alone, with their part of pos, at and rows (model_mor.py does)."""
+    alone (model_mor.py does). pos, at and rows are then those of these rows, and n_new still has
+    all rows."""
     pos: torch.Tensor            # (1, T) or (B, T): their positions
     end: int                     # S: slots 0 .. S - 1 are read, and some of them may be empty
     n_new: torch.Tensor          # (B,): how many of each row's new tokens are real
     at: torch.Tensor = None      # (B, T): their slots (None: their positions, the same in all rows)
-    rows: torch.Tensor = None    # (B, 1): their rows, 0 .. B - 1 (None where at is None)
+    rows: torch.Tensor = None    # (B, 1): the numbers 0 .. B - 1 (None where at is None)
 
 
 class KVCache:
@@ -73,15 +74,15 @@ class KVCache:
     layers have keys (None: cfg.n_layer).
 
     lengths (B,) counts the tokens of each row, on the device. longest is their maximum, on the
-    host; after static calls it may be too large. ragged says that lengths may differ, because a
-    call had n_valid, some rows were reset, or a static call failed. (In MoR's later recursions they
-    always may after a static call.)"""
+    host. After static calls it may be larger, because each of them adds 1 for padding, too. ragged
+    says that lengths may differ, because a call had n_valid, some rows were reset, or a static call
+    failed. (In MoR's later recursions ragged is always true after a static call.)"""
     static = False
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         shape = batch_size, cfg.kv_heads, max_len + 1, cfg.head_size
         n_layer = cfg.n_layer if n_layer is None else n_layer
-        with torch.inference_mode(False):  # so that calls outside inference mode may write, too
+        with torch.inference_mode(False):  # otherwise only inference mode could write
             self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_layer)]
             self.v = [torch.zeros_like(k) for k in self.k]
             self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -89,7 +90,8 @@ class KVCache:
         self.max_len, self.dtype, self.longest, self.ragged = max_len, dtype, 0, False
 
     def buffers(self):
-        """Return all tensors that hold something of the tokens, without the slot of padding."""
+        """Return all keys and values, without the slot of padding. A subclass adds its states.
+        reset makes them 0, and nbytes counts them."""
         return [x[:, :, :self.max_len] for x in self.k + self.v]
 
     def nbytes(self):
@@ -120,8 +122,9 @@ class KVCache:
             return Slots((self.longest + offset)[None], end, n_new)
         pos = self.lengths[:, None] + offset        # (B, T)
         at = torch.where(offset < n_new[:, None], pos, self.max_len)
-        # Padding may stand beyond the last slot. pos is clamped, so that there is a key in its
-        # sliding window. A softmax over no key would be NaN, and a caller's sum could contain it.
+        # The position of padding may lie beyond end - 1, the last slot that is read. It is clamped,
+        # so that there is a key in its sliding window. A softmax over no key would be NaN, which
+        # could get into a caller's sum.
         return Slots(pos.clamp(max=end - 1), end, n_new, at, self.rows)
 
     def count_new(self, T, n_valid):
@@ -175,9 +178,8 @@ class Cached:
 
         class CachedContext(Cached, Context): ...
 
-    Context is model_gpt's, or has its arguments (cfg, x, pos, k_pos, in_order). A Context reads B,
-    T, the dtype and the device of x, but no value, so that an uninitialized x is enough. `more` are
-    further arguments of a Context."""
+    Context is model_gpt's, or takes the same arguments (cfg, x, pos, k_pos, in_order). It reads no
+    value of x, so that an uninitialized x is enough. `more` are further arguments of a Context."""
 
     def __init__(self, cfg, cache, T, n_valid=None, **more):
         self.cache, self.slots = cache, cache.place(T, n_valid)
@@ -187,8 +189,7 @@ class Cached:
         super().__init__(cfg, x, self.slots.pos, k_pos, in_order, **more)
 
     def extend(self, layer, k, v):
-        """Write k and v (B, G, T, D) of the new tokens. Return those of all slots that the call
-        reads, (B, G, S, D) each."""
+        """Write k and v by KVCache.write, and return what it returns."""
         return self.cache.write(layer, k, v, self.slots)
 
 
@@ -196,9 +197,9 @@ class Cached:
 
 def next_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """Draw one token a row, (B,) int64, from logits (B, V). At temperature 0, or with top_k 1, the
-    likeliest token is taken. Otherwise temperature divides the logits. Then top_k keeps the k
-    likeliest tokens and those that tie with the last of them (0: all). Then top_p keeps the
-    smallest set of likeliest tokens whose probabilities sum to at least top_p (Holtzman et al.
+    likeliest token is taken. Otherwise temperature divides the logits (1e-6 at least). Then top_k
+    keeps the k likeliest tokens and those that tie with the last of them (0: all). Then top_p keeps
+    the smallest set of likeliest tokens whose probabilities sum to at least top_p (Holtzman et al.
     2020)."""
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
@@ -209,7 +210,8 @@ def next_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     if top_p < 1:
         ordered, order = logits.sort(-1, descending=True)
         p = ordered.softmax(-1)
-        # A token is left out if the tokens before it sum to enough. The likeliest always stays.
+        # A token is left out if the probabilities of those before it sum to top_p or more. The
+        # likeliest always stays.
         enough = p.cumsum(-1) - p >= max(top_p, 1e-9)
         ordered = ordered.masked_fill(enough, -torch.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)

@@ -1,14 +1,16 @@
 """
 A function recorded once and replayed as a CUDA graph.
 
-On a GPU, Python needs some 10 to 30 microseconds to launch a kernel, and a small kernel runs for 2.
-A CUDA graph is the list of all kernels that a function has launched. Replaying it is one launch.
+On a GPU, Python needs some 10 to 30 microseconds to launch a kernel, and a small kernel runs for 2
+microseconds. A CUDA graph is the list of all kernels that a function has launched. Replaying it is
+one launch.
 
     record(function)                its outputs, and a run() that computes them
     Graph(function, inputs)         the same with new inputs at each call
-    replay(key, function, *inputs)  ordinary at its first call, recorded at the second
+    replay(key, function, *inputs)  calls the function. The second call with a key records it, and
+                                    later calls replay it
     recordable(x)                   whether a call on x can be recorded
-    decoder(model, cache)           a step of decoding: run without a graph, recorded, then replayed
+    decoder(model, cache)           a step of decoding, which is recorded at the second step
     stepper(function, cache)        the same for any function that decodes one token a row
 
 A function that is recorded must not read a tensor on the host, as int(x), x.tolist() and `if x` do.
@@ -28,7 +30,7 @@ import weakref
 
 import torch
 
-FREE = collections.defaultdict(list)  # device -> streams whose graph is gone
+FREE = collections.defaultdict(list)  # for each device, the streams whose graphs are gone
 SEEN, GRAPHS = set(), {}  # keys that replay has met; key -> Graph, the last used at the end
 MOST = 8                  # replay keeps at most so many graphs, because each of them holds memory
 
@@ -36,7 +38,7 @@ MOST = 8                  # replay keeps at most so many graphs, because each of
 def recordable(x):
     """Return whether a call on x can be recorded. x is a tensor in the call's dtype. Float64 and a
     machine without triton are left out, because kernels.py's plain code reads on the host. So is a
-    call inside of a recording."""
+    call inside of a recording, because CUDA cannot record there."""
     return (x.is_cuda and x.dtype != torch.float64 and has_triton()
             and not torch.cuda.is_current_stream_capturing())
 
@@ -52,10 +54,10 @@ def record(function, generators=()):
     and so fills the outputs. generators are the random number generators, beside torch's own, that
     the function draws from."""
     # cuBLAS has one workspace for each stream. torch 2.13 (but not 2.11) frees it when any graph of
-    # this stream is gone, although other graphs of the stream still use it. So graphs that exist at
-    # the same time are recorded on different streams. torch has 32 streams, which it hands out in
-    # turn. So the stream of a graph that is gone is used again (FREE), before torch would hand out
-    # one that is in use.
+    # this stream is gone, although other graphs of the stream still use it. Therefore graphs that
+    # exist at the same time are recorded on different streams. torch has 32 streams and hands them
+    # out in turn, so that it would at last hand out one that is in use. FREE prevents this. It has
+    # the streams whose graphs are gone, and they are taken first.
     graph, streams = torch.cuda.CUDAGraph(), FREE[torch.cuda.current_device()]
     stream = streams.pop() if streams else torch.cuda.Stream()
     weakref.finalize(graph, streams.append, stream)
@@ -86,9 +88,9 @@ class Graph:
     def __init__(self, function, inputs, generators=()):
         self.function = function  # It may hold the only reference to tensors that a replay reads.
         grad = torch.is_grad_enabled()  # inference_mode(False) alone would turn gradients on
-        # Autocast stays as it is, but without its cache. The cache holds 16-bit copies of weights,
-        # which are freed when autocast ends, and a replay would read them. So a replay makes these
-        # copies anew.
+        # Autocast stays as it is, but without its cache. The cache holds 16-bit copies of weights.
+        # They are freed when autocast ends, and a replay would still read them. Without the cache,
+        # the graph makes these copies itself.
         kind = inputs[0].device.type
         autocast = torch.autocast(kind, torch.get_autocast_dtype(kind),
                                   torch.is_autocast_enabled(kind), cache_enabled=False)
@@ -109,8 +111,10 @@ class Graph:
 
 def replay(key, function, *inputs):
     """Return function(*inputs), a list of tensors. The second call with a key records the function
-    and replays it, and later calls replay it. The key says all that decides which kernels run: the
-    function, shapes, dtypes, settings."""
+    and replays it. A later call replays the graph, or records the function again if its graph was
+    dropped to make room (MOST). The key says all that decides which kernels run: the function,
+    shapes, dtypes, settings. A replay reads the tensors that the recorded function held, so that
+    every tensor that may be another one in a later call must be an input."""
     if key not in SEEN:
         outputs = function(*inputs)
         SEEN.add(key)   # only now, because a call that failed may not have compiled all kernels
@@ -128,8 +132,9 @@ def replay(key, function, *inputs):
 def decoder(model, cache, then=lambda logits: logits, generators=()):
     """Return step(idx, n_valid=None) -> then(logits). A step runs the model on one more token a
     row, idx (B, 1), and the logits are (B, 1, V). `then` is part of the graph. A model with
-    fast=false runs without a graph. The graph reads the weights where they are when it is recorded,
-    so that they may change there, but other tensors may not take their place. See stepper."""
+    fast=false runs without a graph. The graph reads the weights from the memory in which they lay
+    when it was recorded. They may change in place. If another tensor takes the place of a weight,
+    the graph does not see this. See stepper."""
     def function(idx, n_valid):
         return [then(model(idx, cache=cache, n_valid=n_valid)[0])]
     step = stepper(function, cache, generators, model.cfg.fast)
@@ -159,7 +164,9 @@ def stepper(function, cache, generators=(), fast=True):
                 graph = Graph(function, [idx, n_new], generators)
             outputs = (graph or function)(idx, n_new)
             done = True
-        finally:  # after an error, cache.lengths alone knows whether the token was counted
+        finally:
+            # After an error only cache.lengths, on the device, tells whether the token was counted.
+            # So the rows count as ragged then.
             cache.end_static(1, ragged or not done)
         n_steps += 1
         return outputs

@@ -1,5 +1,5 @@
 """
-The fast paths of the models are built on these operators.
+The fast paths of RT, LRT and RAT are built on these functions.
 
     attend_by_position(q, k, v, q_pos, ...)    softmax attention, masked by positions
     attend_by_position_backward(q, k, v, ...)  its backward pass alone
@@ -19,16 +19,18 @@ With lse, softmaxes over two disjoint sets of keys, a and b, are merged into one
     (4)  lse = log(e^{lse_a} + e^{lse_b})
     (5)  out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
 
-A query without visible keys has out = 0 and lse = -inf, so that its weight in (5) is 0. An
-example: attention over all keys is attention over the first n and over the others, merged.
+A query without visible keys has out = 0 and lse = -inf, so that its weight in (5) is 0. (If it has
+none in either set, merge returns 0 and -inf.) In this example, attention over all keys is merged
+from attention over the first 100 keys and over the others:
 
-    first = attend_by_position(q, k[:, :, :n], v[:, :, :n], q_pos, k_pos[:n])    # out, lse
-    others = attend_by_position(q, k[:, :, n:], v[:, :, n:], q_pos, k_pos[n:])
+    first = attend_by_position(q, k[:, :, :100], v[:, :, :100], q_pos, k_pos[:100])    # out, lse
+    others = attend_by_position(q, k[:, :, 100:], v[:, :, 100:], q_pos, k_pos[100:])
     out, lse = merge(*first, *others)
 
 The backward pass needs the inputs, out and lse, but it does not need a stored matrix of all p_ij,
 because (3) gives them again. A d before a name stands for the gradient of the loss with respect to
-it. A sum over i runs over the queries that key j is visible to, in all heads that share the key.
+it. The sums over i in (9) and (10) run over the queries that key j is visible to, in all query
+heads that share the key.
 
     (6)  delta_i = do_i . out_i - dlse_i
     (7)  ds_ij   = p_ij (do_i . v_j - delta_i)
@@ -37,7 +39,8 @@ it. A sum over i runs over the queries that key j is visible to, in all heads th
     (10) dv_j    = sum_i p_ij do_i
 
 Scan. The state h_t has the gate g_t and the input x_t. It enters the loss directly and through
-h_{t+1}. Here dh_t is only the gradient that reaches it directly, and d_t is its whole gradient.
+h_{t+1}. In scan, dh_t is only the part of the gradient that reaches h_t directly. The whole
+gradient of h_t is d_t.
 
     (11) h_t  = g_t h_{t-1} + (1 - g_t) x_t
     (12) d_t  = dh_t + g_{t+1} d_{t+1}
@@ -45,35 +48,38 @@ h_{t+1}. Here dh_t is only the gradient that reaches it directly, and d_t is its
     (14) dg_t = d_t (h_{t-1} - x_t)
 
 (12) is a linear recurrence from right to left, whose inputs dh_t have no factor 1 - g. At the first
-token of a chunk h_{t-1} is 0, but in the first chunk it is h0. At the last token of a chunk g_{t+1}
-d_{t+1} is 0. dh0 is g_0 d_0.
+token of a chunk h_{t-1} is 0, but in the first chunk it is h0. At the last token of a chunk the
+second term of (12) is 0. The gradient dh0 is g_0 d_0.
 
 A function whose name ends in _naive follows the equations as they are written, and the tests
 compare with it. For (12) to (14) the tests differentiate scan_naive. The plain PyTorch
 implementation is fast code without Triton. kernels_triton.py has each operator but merge once more,
-in Triton. A call passes through these functions, from left to right:
+in Triton. These are the functions of a call. Each calls the one to its right. In the rows of
+attention, the third calls both the fourth and the fifth:
 
     attend_by_position  run_attend            attend_forward    query_blocks  fused_block
     its backward pass   run_attend_gradients  attend_gradients  query_blocks  fused_block_backward
     scan                run_scan              scan_forward      linear_recurrence
     its backward pass   run_scan_gradients    scan_gradients    linear_recurrence
 
-The run_ functions call the plain implementation, in the third column, or a launcher of
-kernels_triton.py in its place. The launcher is called on a GPU with triton (and where Triton's
-interpreter is on), unless the tensors are float64. A line on stderr tells which of the two runs.
-The plain implementation has two functions for a block of queries. On a CPU it calls fused_block,
-which calls torch's own attention in compiled C++. On other devices it calls attend_block, which is
-written out in PyTorch. The backward pass has fused_block_backward and attend_block_backward in the
-same way, but with a dlse it takes attend_block_backward on a CPU, too. merge has no launcher. The
-plain implementation calls it for own pairs (see attend_by_position), which Triton computes without
-it. No model calls it.
+A run_ function calls the plain implementation, which is the function in the third column, or a
+launcher of kernels_triton.py in its place. The launcher is called on a GPU with triton (and where
+Triton's interpreter is on), unless the tensors are float64. A line on stderr tells which of the two
+runs. For a block of queries the plain implementation has two alternatives. On a CPU it calls
+fused_block, which calls torch's own attention in compiled C++. On other devices it calls
+attend_block, which is written out in PyTorch. The backward pass has fused_block_backward and
+attend_block_backward in the same way, but with a dlse it takes attend_block_backward on a CPU, too.
+merge has no launcher, and no model calls merge itself. The plain implementation calls it to add own
+pairs (see the argument own of attend_by_position). The Triton kernel adds them without it.
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
 (RAT, whose recurrence is scan's, 2507.04416).
 
-Letters that this file adds: i is a query, j a key, and n the number of chunks in scan. Where a
-function works on a block of queries, T and S count the block's queries and keys.
+Letters that this file adds: i is a query and j is a key. In the functions of scan, K is the length
+of a chunk, n is the number of chunks, and a name that ends in _n, such as g_n, is a tensor
+(B, n, K, C). Where a function works on a block of queries, T and S count the block's queries and
+keys.
 """
 import functools
 import importlib.util
@@ -103,13 +109,13 @@ def heads_like(x, B, H, T, D, dtype=None):
 
 
 # ---- attend_by_position ----
-# The types in the heads of some functions are there because custom_op, at the end of this file,
-# makes an operator's signature from them.
+# Some functions annotate the types of their arguments, because custom_op, at the end of this file,
+# makes an operator's signature from these annotations.
 
 def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None,
                        own=None):
-    """Softmax attention whose mask is given by positions, (1) to (3). Key j is visible to query i
-    iff k_pos[j] <= q_pos[i] and, given a window, q_pos[i] - k_pos[j] < window.
+    """Return softmax attention, (1) to (3), with the mask by positions that stands at the top of
+    this file.
 
     q (B, H, T, D), k and v (B, G, S, D) may have any strides, and D is at most 256. H is a
     multiple of G: query head h reads key head h // (H / G). Keys and values must be finite even
@@ -141,9 +147,9 @@ def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, s
                                 window=None):
     """Return dq, dk and dv of these queries and keys, where the softmax may be over further keys:
     out and its gradient do, (B, H, T, D) in q's dtype, and lse (B, H, T) are those of the whole
-    softmax. The loss must not depend on lse in any other way (dlse = 0). dq is then what these keys
-    contribute, and the contributions of disjoint sets of keys add up. The other arguments are
-    attend_by_position's. The result is not differentiable."""
+    softmax. The loss must depend on the whole softmax through out alone and not through its lse, so
+    that dlse is 0. dq is then what these keys contribute, and the contributions of disjoint sets of
+    keys add up. The other arguments are attend_by_position's. The result is not differentiable."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
     return run_attend_gradients(q, k, v, out, lse, do, None, *mask)
 
@@ -224,12 +230,11 @@ def attend_gradients(
     fused = q.device.type in FUSED and dlse is None
     block = fused_block_backward if fused else attend_block_backward
     for queries, keys, bias in query_blocks(q_pos, k_pos, slopes, window, lse.dtype):
-        q_b, out_b, lse_b, do_b = (x[:, :, queries] for x in (q, out, lse, do))  # _b: of a block
-        dlse_b = None if dlse is None else dlse[:, :, queries]
-        dq[:, :, queries], dk_b, dv_b = block(
-            q_b, k[:, :, keys], v[:, :, keys], out_b, lse_b, do_b, dlse_b, bias)
-        dk[:, :, keys] += dk_b
-        dv[:, :, keys] += dv_b
+        of_queries = (x if x is None else x[:, :, queries] for x in (out, lse, do, dlse))
+        dq[:, :, queries], dk_part, dv_part = block(
+            q[:, :, queries], k[:, :, keys], v[:, :, keys], *of_queries, bias)
+        dk[:, :, keys] += dk_part
+        dv[:, :, keys] += dv_part
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
@@ -268,9 +273,9 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
     queries, the slice of the keys that any of them attends to, and the bias (B or 1, H or 1, T, S)
     to add to the scores, which is -inf where a key is not visible. The keys are a slice because
     positions ascend."""
-    q_pos, k_pos = torch.atleast_2d(q_pos), torch.atleast_2d(k_pos)  # (B or 1, T)
-    # Smaller blocks leave out more keys, larger blocks make fewer calls. (These sizes were measured
-    # on a CPU.)
+    q_pos, k_pos = torch.atleast_2d(q_pos), torch.atleast_2d(k_pos)  # (B or 1, T), (B or 1, S)
+    # Smaller blocks leave out more keys, and larger blocks make fewer calls. Which is faster was
+    # measured on a CPU.
     size = 64 if q_pos.size(1) <= min(k_pos.size(1), 1024) else 256
     for start in range(0, q_pos.size(1), size):
         queries = slice(start, start + size)
@@ -282,9 +287,8 @@ def query_blocks(q_pos, k_pos, slopes, window, dtype):
         last = int((k_pos <= q[:, -1:]).sum(1).max())
         if first < last:
             distance = q[:, None, :, None] - k_pos[:, None, None, first:last]
-            bias = torch.zeros((), device=q.device, dtype=dtype)
-            if slopes is not None:
-                bias = -slopes.to(dtype)[:, None, None] * distance
+            bias = (torch.zeros((), device=q.device, dtype=dtype) if slopes is None
+                    else -slopes.to(dtype)[:, None, None] * distance)
             bias = bias.masked_fill((distance < 0) | (distance >= window), -math.inf)
             yield queries, slice(first, last), bias
 
@@ -395,16 +399,16 @@ def linear_recurrence(g, h, state):
 
 def long_recurrence(g, h, state):
     """Return what linear_recurrence returns, in about 2 sqrt(K) steps where a plain loop takes K.
-    The K positions are cut into n pieces of `size` positions, which is about sqrt(K). All pieces
-    are scanned at once, from zero. A state that enters a piece decays in it by the product of the
-    gates so far. The states at the ends of the pieces are therefore a recurrence of the same
-    kind, over the n pieces."""
+    The K positions are cut into pieces of `size` positions, which is about sqrt(K). All pieces are
+    scanned at once, from zero. A state that enters a piece decays in it by the product of the gates
+    so far. The states at the ends of the pieces are therefore a recurrence of the same kind, over
+    the pieces."""
     K = h.size(-2)
     size = math.isqrt(K - 1) + 1
     g, h = (F.pad(y, (0, 0, 0, -K % size)).unflatten(-2, (-1, size)) for y in (g, h))
-    h = linear_recurrence(g, h, torch.zeros_like(h[..., 0, :]))  # (..., n, size, C)
+    h = linear_recurrence(g, h, torch.zeros_like(h[..., 0, :]))  # (..., pieces, size, C)
     decay = g.cumprod(-2)
-    ends = linear_recurrence(decay[..., -1, :], h[..., -1, :].clone(), state)  # (..., n, C)
+    ends = linear_recurrence(decay[..., -1, :], h[..., -1, :].clone(), state)  # (..., pieces, C)
     enter = torch.cat([state[..., None, :], ends[..., :-1, :]], -2)
     return torch.addcmul(h, decay, enter[..., None, :]).flatten(-3, -2)[..., :K, :]
 
@@ -475,13 +479,14 @@ def runs_triton(device, dtype):
 
 
 def operator(plain, launcher):
-    """Return a function that computes what `plain` does, by kernels_triton's `launcher` where
-    Triton runs, and the same function registered with torch as a custom_op."""
+    """Return two functions. The first computes what `plain` computes. Where Triton runs, it calls
+    `launcher` of kernels_triton.py in its place. The second is the first one, registered with torch
+    as a custom_op."""
     @functools.wraps(plain)
     def run(x, *more):
         if not runs_triton(x.device, x.dtype):
             return plain(x, *more)
-        import kernels_triton  # It is not imported before a GPU needs it.
+        import kernels_triton  # only here, because not every machine has triton
         with torch.cuda.device_of(x):  # Triton launches on the current device.
             return getattr(kernels_triton, launcher)(x, *more)
     return run, torch.library.custom_op(f"nanorecur::{plain.__name__}", run, mutates_args=())

@@ -15,12 +15,13 @@ are rescaled by alpha = e^{m - m'} and get the tile's terms:
     l <- alpha l + sum_j e^{s_ij - m'}          m <- m'
     acc <- alpha acc + sum_j e^{s_ij - m'} v_j
 
-At the end out = acc / l and lse = m + log l. Scores are multiplied by log2(e), so that exp2,
-which is faster, replaces exp.
+At the end out = acc / l and lse = m + log l. exp2 is faster than exp. So the kernels keep scores
+(and the forward kernel keeps m) multiplied by log2(e), and take exp2 of their differences. Comments
+give the formulas with e.
 
-Tiles. Positions ascend. So the keys that any query of a tile attends to lie in a range of key
-tiles [first, last). The key tiles of which all queries attend to all keys are a range [full, rest)
-inside it.
+Tiles. Positions ascend. So the keys that any query of a tile attends to lie in a range of key tiles
+[first, last). Inside it lies the range [full, rest). In these tiles every query of the program
+attends to every key.
 
     keys    | first .... full | full ....... rest | rest .... last |
             |     masked      |      no mask      |     masked     |   others: not loaded
@@ -47,9 +48,10 @@ depends on shapes alone. The tiles that a split reads depend on the positions, w
 device. A CUDA graph over a cache of max_len slots therefore reads only the slots in use. Queries
 with an own pair are not split.
 
-Padding. One variant of a kernel is compiled for all lengths, strides, and head sizes up to BLOCK_D,
-the next power of two. Rows must lie at multiples of 16 elements, and `aligned` copies a tensor
-whose rows do not.
+Padding. BLOCK_D is the head size D, rounded up to a power of two. For each BLOCK_D and dtype one
+variant of a kernel serves all lengths and strides, and all D that are rounded up to it. For this, D
+must be a multiple of 16, and rows must begin at multiples of 16 elements. `aligned` copies any
+other tensor and pads D with zeros.
 
 Speed. On an H200, attend_by_position takes 2.0 times as long as torch's attention (SDPA) for a
 forward and backward pass over 4,096 tokens, and 1.6 times over 65,536, in bfloat16 with heads of
@@ -63,9 +65,9 @@ whenever positions change, which they do at each decode step and at each chunk o
 It has no backward pass for some keys of a larger softmax (attend_by_position_backward). On CPUs
 it has neither a backward pass nor lse.
 
-Names that this file adds: M and N are the query and key rows of a tile. x_b, x_h and x_t are the
-strides of x over the batch, heads and tokens, and o_s is the stride of out over splits. x_ptr
-points to x. GROUP is H / G, the number of query heads that share a key head. biased is 1 with
+Names that this file adds: M and N are the numbers of queries and keys in a tile. x_b, x_h and x_t
+are the strides of x over the batch, heads and tokens, and o_s is the stride of out over splits.
+x_ptr points to x. GROUP is H / G, the number of query heads that share a key head. biased is 1 with
 ALiBi.
 """
 import functools
@@ -77,13 +79,15 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MOST_SPLITS = 32  # The keys of one query are cut into at most so many splits.
-BEYOND = tl.constexpr(2 ** 30)  # Keys past the end get this position, which is after every query.
+# Keys past the end get this position, which is after every query. Queries past the end get its
+# negative, so that they attend to nothing.
+BEYOND = tl.constexpr(2 ** 30)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 # Triton compiles a variant of a kernel for each integer argument that is 1 or a multiple of 16, and
 # for each pointer that is aligned to 16 bytes. These lists turn this off. One variant then serves
 # all values of the arguments in the first list and any alignment of the pointers in the second
-# list, which point to one number a row.
+# list. These pointers point to one number for each query, key or head, and not to vectors.
 ATTEND = dict(
     do_not_specialize=["T", "S", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr", "k_pos_ptr",
@@ -124,8 +128,8 @@ def program(n_tiles, H):
 @triton.jit
 def load_rows(ptr, start, stride, valid, D, BLOCK_D: tl.constexpr,
               MASKED: tl.constexpr = True):
-    """Return the rows from `start` of a matrix with D columns as (ROWS, BLOCK_D), with zeros past
-    D. valid has size ROWS. Where MASKED, rows that are not valid are zero and not read."""
+    """Return the rows from `start` of a matrix with D columns as (n, BLOCK_D), with zeros past D.
+    n is the size of valid. Where MASKED, rows that are not valid are zero and not read."""
     row, d = tl.arange(0, valid.shape[0]), tl.arange(0, BLOCK_D)
     at = ptr + tl.cast(start, tl.int64) * stride + (row[:, None] * stride + d[None, :])
     if MASKED:
@@ -136,7 +140,7 @@ def load_rows(ptr, start, stride, valid, D, BLOCK_D: tl.constexpr,
 
 @triton.jit
 def store_rows(ptr, start, stride, n, D, x):
-    """Write x (ROWS, BLOCK_D) to the rows from `start` of a matrix with n rows and D columns."""
+    """Write x (rows, BLOCK_D) to the rows from `start` of a matrix with n rows and D columns."""
     row, d = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
     at = ptr + tl.cast(start, tl.int64) * stride + (row[:, None] * stride + d[None, :])
     mask = (start + row < n)[:, None] & (d < D)[None, :]
@@ -162,7 +166,7 @@ def compose(g_a, x_a, g_b, x_b):
 def count_upto(pos_ptr, n, limit):
     """Return how many of n ascending positions are at most `limit`, by a binary search."""
     low = tl.full((), 0, tl.int32)
-    high = tl.full((), 0, tl.int32) + n
+    high = low + n
     while low < high:
         middle = (low + high) // 2
         if tl.load(pos_ptr + middle) <= limit:
@@ -175,10 +179,10 @@ def count_upto(pos_ptr, n, limit):
 @triton.jit
 def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased,
                BLOCK: tl.constexpr):
-    """Return the tiles first <= full <= rest <= last of n ascending positions. The tiles
-    [first, last) hold all positions in (some_low, some_high], and the tiles [full, rest) hold only
-    positions in (all_low, all_high]. With ALiBi every tile needs the distances, which only the
-    masked round computes, so [full, rest) is empty."""
+    """Return the numbers of four tiles, first <= full <= rest <= last, for n ascending positions.
+    The tiles [first, last) hold all positions in (some_low, some_high], and the tiles [full, rest)
+    hold only positions in (all_low, all_high]. With ALiBi every tile needs the distances. Only the
+    masked round of tile_number computes them, so that [full, rest) is empty."""
     first = count_upto(pos_ptr, n, some_low) // BLOCK
     last = tl.cdiv(count_upto(pos_ptr, n, some_high), BLOCK)
     full = tl.minimum(tl.cdiv(count_upto(pos_ptr, n, all_low), BLOCK), last)
@@ -254,7 +258,7 @@ def attend_forward_kernel(
 
     rows = start + tl.arange(0, BLOCK_M)
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, rows < T, D, BLOCK_D)
-    q_pos = load_pos(q_pos_ptr, rows, T, -BEYOND)  # Padding attends to nothing.
+    q_pos = load_pos(q_pos_ptr, rows, T, -BEYOND)
     first, full, rest, last = visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window,
                                             biased, BLOCK_M, BLOCK_N)
     split, n_splits = tl.program_id(1), tl.num_programs(1)
@@ -265,10 +269,10 @@ def attend_forward_kernel(
     for MASKED in tl.static_range(2):  # tile_number explains the two rounds
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
-            n = tile_number(i, first, full, rest, MASKED) * BLOCK_N
-            keys = n + tl.arange(0, BLOCK_N)
+            first_key = tile_number(i, first, full, rest, MASKED) * BLOCK_N
+            keys = first_key + tl.arange(0, BLOCK_N)
             k_pos = load_pos(k_pos_ptr, keys, S, BEYOND)
-            k = load_rows(k_ptr, n, k_t, keys < S, D, BLOCK_D, MASKED)
+            k = load_rows(k_ptr, first_key, k_t, keys < S, D, BLOCK_D, MASKED)
             s = scores(q, k, q_pos[:, None], k_pos[None, :], scale, slope, window, MASKED)
             new_m = tl.maximum(m, tl.max(s, 1))  # m'
             shift = new_m
@@ -277,7 +281,7 @@ def attend_forward_kernel(
             alpha = tl.exp2(m - shift)           # e^{m - m'}
             p = tl.exp2(s - shift[:, None])      # e^{s_ij - m'}
             l = alpha * l + tl.sum(p, 1)
-            v = load_rows(v_ptr, n, v_t, keys < S, D, BLOCK_D, MASKED)
+            v = load_rows(v_ptr, first_key, v_t, keys < S, D, BLOCK_D, MASKED)
             acc = dot(narrow(p, v.dtype), v, alpha[:, None] * acc)  # alpha acc + p v
             m = new_m
 
@@ -350,18 +354,18 @@ def attend_dq_kernel(
     tl.store(delta_ptr + per_row, delta, mask=valid)
 
     q = load_rows(q_ptr + b * q_b + h * q_h, start, q_t, valid, D, BLOCK_D)
-    q_pos = load_pos(q_pos_ptr, rows, T, -BEYOND)  # Padding attends to nothing.
+    q_pos = load_pos(q_pos_ptr, rows, T, -BEYOND)
     first, full, rest, last = visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window,
                                            biased, BLOCK_M, BLOCK_N)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # sum_j ds_ij k_j
     for MASKED in tl.static_range(2):  # tile_number explains the two rounds
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
-            n = tile_number(i, first, full, rest, MASKED) * BLOCK_N
-            keys = n + tl.arange(0, BLOCK_N)
+            first_key = tile_number(i, first, full, rest, MASKED) * BLOCK_N
+            keys = first_key + tl.arange(0, BLOCK_N)
             k_pos = load_pos(k_pos_ptr, keys, S, BEYOND)
-            k = load_rows(k_ptr, n, k_t, keys < S, D, BLOCK_D, MASKED)
-            v = load_rows(v_ptr, n, v_t, keys < S, D, BLOCK_D, MASKED)
+            k = load_rows(k_ptr, first_key, k_t, keys < S, D, BLOCK_D, MASKED)
+            v = load_rows(v_ptr, first_key, v_t, keys < S, D, BLOCK_D, MASKED)
             s = scores(q, k, q_pos[:, None], k_pos[None, :], scale, slope, window, MASKED)
             p = tl.exp2(s - lse[:, None])         # p_ij = e^{s_ij - lse_i}
             dp = dot(do, tl.trans(v), None)
@@ -406,16 +410,16 @@ def attend_dkv_kernel(
     for MASKED in tl.static_range(2):  # p and ds are transposed here: their rows are keys.
         begin, end = (0, full - first + last - rest) if MASKED else (full, rest)
         for i in range(begin, end):
-            m = tile_number(i, first, full, rest, MASKED) * BLOCK_M
-            rows = m + tl.arange(0, BLOCK_M)
+            first_row = tile_number(i, first, full, rest, MASKED) * BLOCK_M
+            rows = first_row + tl.arange(0, BLOCK_M)
             q_pos = load_pos(q_pos_ptr, rows, T, -BEYOND)
-            q = load_rows(q_ptr, m, q_t, rows < T, D, BLOCK_D, MASKED)
+            q = load_rows(q_ptr, first_row, q_t, rows < T, D, BLOCK_D, MASKED)
             lse = tl.load(lse_ptr + rows, mask=rows < T, other=float("inf")) * LOG2E
             if MASKED:  # A query without keys gets p = 2^(s - inf) = 0.
                 lse = tl.where(lse == float("-inf"), float("inf"), lse)
             s = scores(k, q, q_pos[None, :], k_pos[:, None], scale, slope, window, MASKED)
             p = tl.exp2(s - lse[None, :])          # p_ij, (N, M)
-            do = load_rows(do_ptr, m, do_t, rows < T, D, BLOCK_D, MASKED)
+            do = load_rows(do_ptr, first_row, do_t, rows < T, D, BLOCK_D, MASKED)
             dv = dot(narrow(p, do.dtype), do, dv)  # dv_j + sum_i p_ij do_i
             delta = tl.load(delta_ptr + rows, mask=rows < T, other=0.0)
             dp = dot(v, tl.trans(do), None)
@@ -429,7 +433,8 @@ def attend_dkv_kernel(
 
 @triton.jit
 def scan_program(T, C, chunk, BLOCK_C: tl.constexpr):
-    """Return a program's row, its chunk, the chunk's tokens begin .. end, and its channels."""
+    """Return a program's row, its chunk, begin and end of its tokens [begin, end), and the
+    program's channels."""
     n_blocks, n_chunks = tl.cdiv(C, BLOCK_C), tl.cdiv(T, chunk)
     pid = tl.program_id(0)
     n, b = pid // n_blocks % n_chunks, (pid // n_blocks // n_chunks).to(tl.int64)
@@ -574,8 +579,8 @@ TILES = {
 
 @functools.cache
 def has_large_blocks(device):
-    """Return whether a block may use 160 KB of shared memory, as on sm_80 and sm_90, and not only
-    64 KB."""
+    """Return whether a program may use 160 KB of a multiprocessor's shared memory, as on sm_80 and
+    sm_90. Otherwise tiles are chosen for 64 KB."""
     if device.type != "cuda":
         return True  # the interpreter
     properties = torch.cuda.get_device_properties(device)

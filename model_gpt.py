@@ -7,7 +7,8 @@ and their files import its parts. x_l (T, C) are the states of T tokens after l 
     x_{l+1} = z_l + W_down (silu(W_gate n') * (W_up n'))      n' = RMSNorm(z_l)
     logits  = W_head RMSNorm(x_L)
 
-Query i reads the values of the keys j that are visible to it:
+In each head, query i reads the values of the keys j that are visible to it, and W_o reads the
+results of all heads side by side:
 
     a_i = sum_j p_ij v_j        p_i = softmax_j(q_i . k_j / sqrt(D) + bias_ij)
 
@@ -20,24 +21,25 @@ Letters, which mean the same in every file that does not say otherwise:
 
     B  rows of a batch                    H  query heads
     T  tokens of a call, in each row      G  key/value heads, each read by H / G query heads
-    S  keys: those of the call's tokens   D  size of a head (C / H if not given)
-       and, before them, the cached (in   L  layers
-       a cache some slots may be empty)
+    S  keys that a call reads: cached     D  size of a head (C / H if not given)
+       ones, then those of its tokens     L  layers
+       (slots of a cache may be empty)
     C  width of the residual stream       V  vocabulary
 
-    In other files: K positions of a chunk (in Relaxed and MoR: stored blocks), N subsets,
-    R recursions or loops.
+Other files add three letters. K is the number of positions of a chunk (in Relaxed and MoR: the
+number of stored blocks), N the number of subsets, and R the number of recursions or loops. The
+letter n has another meaning in each file.
 
 The file can be read from top to bottom: the parts of a block come first, then the block, then the
 model. Small helpers stand at the end. A call takes the opposite way: LanguageModel.forward, hidden,
 Block, Attention, attend. Context has what all layers of a call share. fast=false writes the softmax
 out, and fast=true calls torch's fused attention. The KV cache has a file of its own, decoding.py.
-Training can be understood without it, because a plain pass uses neither CachedContext nor the last
-part of LanguageModel.
+Training can be understood without it. A plain pass is a call without a cache, as in training, and
+it uses neither CachedContext nor the last part of LanguageModel.
 
 "float32 or better" means float64 for a float64 tensor and float32 for all others. On a GPU,
-training multiplies matrices in bfloat16, which is too coarse for a softmax, a sum, a loss or an
-angle. The tests run in float64, which must not become float32 on the way.
+training multiplies matrices in bfloat16, which is too coarse for a softmax, a sum, a loss or RoPE's
+angles. The tests run in float64, which must not become float32 on the way.
 
 Papers: Vaswani et al. 2017 (1706.03762); Su et al. 2021 (RoPE, 2104.09864); Shazeer 2020
 (SwiGLU, 2002.05202); Zhang, Sennrich 2019 (RMSNorm, 1910.07467); Ainslie et al. 2023 (GQA,
@@ -63,9 +65,9 @@ class BaseConfig:
     """The fields that all models have. Each is an option of a config file."""
     block_size: int = 256        # tokens of a training sequence; RoPE's longest context (RAT: any)
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
-    n_layer: int = 4             # layers (in a model with loops: unrolled ones)
+    n_layer: int = 4             # layers, each counted as often as it runs (unrolled)
     n_head: int = 4              # query heads
-    n_kv_head: int = 0           # key/value heads; n_head / n_kv_head heads share one (0: n_head)
+    n_kv_head: int = 0           # key/value heads; n_head / n_kv_head heads read one (0: n_head)
     n_embd: int = 128            # width of the residual stream
     head_dim: int = 0            # width of a head (0: n_embd / n_head)
     dropout: float = 0.0         # on embeddings, attention, residual branches (see each file)
@@ -75,8 +77,9 @@ class BaseConfig:
 
     # A subclass has these values unless it makes fields of these names, as Config does below. Here
     # they are constants of the class and no fields, because they have no annotation. RT has no
-    # option mlp, and because of gelu its MLP is 4 n_embd wide. LRT has QK-norm, windows, an MLP and
-    # a head of its own.
+    # option mlp. It takes mlp = "gelu" from here, so that its MLP is 4 n_embd wide by default. In
+    # LRT most of these values say nothing, because it has QK-norm, windows, an MLP and a head of
+    # its own.
     pos, window, scale_embeddings, n_mlp, mlp = "rope", 0, False, 0, "gelu"
     qk_norm, tie_embeddings = False, True
 
@@ -105,9 +108,9 @@ class BaseConfig:
 class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
-    pos: str = choice("rope", "alibi", "none")  # how positions enter (a variable pos has numbers)
-    qk_norm: bool = False        # RMSNorm of queries and keys before RoPE (one weight for heads)
-    window: int = 0              # sliding window: how many keys a query attends to (0: all)
+    pos: str = choice("rope", "alibi", "none")  # how positions enter the model
+    qk_norm: bool = False        # RMSNorm of queries and keys before RoPE; heads share its weight
+    window: int = 0              # sliding window: keys of a query, its own included (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
@@ -163,15 +166,15 @@ def attention_bias(q_pos, k_pos, window=0, slopes=None, dtype=torch.float32):
     visible = distance >= 0
     if window:
         visible = visible & (distance < window)
-    bias = torch.zeros_like(distance, dtype=dtype)
-    if slopes is not None:
-        bias = -slopes.to(dtype)[:, None, None] * distance
+    bias = (torch.zeros_like(distance, dtype=dtype) if slopes is None
+            else -slopes.to(dtype)[:, None, None] * distance)
     return bias.masked_fill(~visible, -math.inf)
 
 
 class Context:
     """All that the layers of a call share:
-    pos (B or 1, T)    the positions of the tokens; 1 if they are the same in all rows
+    pos (B or 1, T)    the positions of the tokens; 1 if they are the same in all rows. (cfg.pos
+                       is no number: it says how positions enter the model.)
     k_pos (S,)         the positions of the keys
     rope               cos and sin at pos, (B or 1, 1, T, D / 2) each; None without RoPE
     slopes (H,)        ALiBi's m_h; None without ALiBi
@@ -179,13 +182,13 @@ class Context:
                        masks in another way"""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, in_order=True, has_bias=None):
-        """x (B, T, C) are the embeddings, of which no value is read, but only B, T, the dtype and
-        the device. In a call with a cache, x is uninitialized and has the shape (B, T). pos and
-        k_pos are None in a plain pass, in which tokens and keys have the positions 0 .. T - 1.
+        """Of x only B, T, the dtype and the device are read, and no value. In a plain pass x are
+        the embeddings (B, T, C). In a call with a cache it is an uninitialized tensor (B, T). pos
+        and k_pos are None in a plain pass, in which tokens and keys have the positions 0 .. T - 1.
         in_order says that the keys are those of all earlier tokens, followed by those of the call's
         tokens, so that the order of the keys alone gives the mask. has_bias says whether there is a
-        bias. By default (None) there is one only where the causal mask is not enough, because
-        attention is faster without a bias."""
+        bias. Attention is faster without one, so that None, the default, makes a bias only where
+        the causal mask is not enough."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if pos is None:
             k_pos = torch.arange(x.size(1), device=x.device)
@@ -234,9 +237,8 @@ class Attention(nn.Module):
 
     def forward(self, x, layer, context):
         D = self.cfg.head_size
-        q = self.wq(x).unflatten(-1, (-1, D)).transpose(1, 2)       # (B, H, T, D)
-        k = self.wk(x).unflatten(-1, (-1, D)).transpose(1, 2)       # (B, G, T, D)
-        v = self.wv(x).unflatten(-1, (-1, D)).transpose(1, 2)       # (B, G, T, D)
+        q, k, v = (w(x).unflatten(-1, (-1, D)).transpose(1, 2)      # (B, H or G, T, D)
+                   for w in (self.wq, self.wk, self.wv))
         q, k = self.q_norm(q), self.k_norm(k)
         if context.rope:
             q, k = apply_rope(q, *context.rope), apply_rope(k, *context.rope)
@@ -252,8 +254,9 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     and the queries are the last T of the S tokens. Each query must have a visible key."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
     if bias is None and not (fast and T in (1, S)):
-        # fast=false always needs a bias. torch's attention needs none for T = 1 and T = S, see
-        # below. Query t is token S - T + t, and the bias hides the keys after it.
+        # The causal mask is made here, unless torch's attention needs none. The end of this
+        # function says why this is so for T = 1 and for T = S. Query t = 0 .. T - 1 is token
+        # S - T + t, and the mask hides the keys after it.
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if not fast:
         # The equation is written out. H / G query heads share each key and value head.
@@ -264,7 +267,7 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     # torch's own causal mask begins at the first key, which is right for T = S. A single query is
     # the last token. It attends to all keys, so that it needs no mask.
     causal = bias is None and T > 1
-    # torch wants the bias in q's dtype. In 16 bits this rounds ALiBi's.
+    # torch wants the bias in q's dtype. In 16 bits this rounds ALiBi's bias.
     bias = None if bias is None else bias.to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, enable_gqa=H != G)
 
@@ -313,10 +316,10 @@ class Block(nn.Module):
 # ---- the language model ----
 
 class LanguageModel(nn.Module):
-    """The base of all models: embedding, blocks, norm, head, loss, decoding. A model, which is a
-    subclass, gives it the blocks and then calls init_weights. The subclass may replace any method,
-    and needs a mixer_flops if its attention is not this file's. It may also have eval_metrics,
-    end_step and estimate, which train.py uses."""
+    """The base of all models: embedding, blocks, norm, head, loss, decoding. A model is a
+    subclass. It gives the blocks to __init__ and then calls init_weights. It may replace any
+    method, and needs a mixer_flops of its own if its attention is not this file's. train.py also
+    uses eval_metrics, end_step and estimate where a model has them (see CONTRIBUTING.md)."""
     context_type, cached_context_type = Context, CachedContext  # many models have their own
     runs_blocks_once = True     # so that FSDP may gather one block at a time
 
@@ -380,7 +383,8 @@ class LanguageModel(nn.Module):
     # ---- decoding with a cache (read decoding.py first) ----
 
     def decode(self, idx, cache, n_valid=None):
-        """Return hidden for the tokens idx (B, T) after those of the cache, and add them to it."""
+        """Run the tokens idx (B, T), which follow those of the cache, and add them to the cache.
+        Return their states after the final norm, (B, T, C)."""
         context = self.cached_context_type(self.cfg, cache, idx.size(1), n_valid)
         h = self.hidden(idx, context)
         cache.advance(context.slots)  # all layers have written
@@ -395,7 +399,8 @@ class LanguageModel(nn.Module):
     @property
     def context_kept(self):
         """Return how many of the last tokens stay when the context is full. Here as many stay as
-        fit, so that each token is predicted from exactly the last context_limit tokens."""
+        fit, so that each token is predicted from exactly the last context_limit tokens. None means
+        that the context is never full."""
         return self.context_limit
 
     def init_cache(self, batch_size, max_len):

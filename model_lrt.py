@@ -18,13 +18,13 @@ other lines are the backbone, nanochat's GPT (github.com/karpathy/nanochat, 98ee
 layers has value embeddings VE_l, a table with a row for each token id, and may have a sliding
 window (pattern).
 
-    x <- alpha x + beta x0                           x0 = RMSNorm(E[idx]) enters layer 1
+    x <- alpha x + beta x0                           x0 = RMSNorm(E[idx]) is x before layer 1
   * x <- x + gamma m_{t-1}                           (5)
     u = RMSNorm(x),  k = Wk u,  v = Wv u
   * k_rec = Wk_rec m_{t-1},  v_rec = Wv_rec m_{t-1}  (2)  one Wk_rec, Wv_rec for all layers
-  * g_loc, g_rec = 2 sigmoid(Wg u)                   (3)  two gates a KV head, 1 at the start
+  * g_loc, g_rec = 2 sigmoid(Wg u)                   (3)  two a KV head, 1 before training
   * k <- g_loc k + g_rec k_rec,  v likewise          (4)
-    v <- v + 2 sigmoid(Wve u[:32]) VE_l[idx]
+    v <- v + 2 sigmoid(Wve u[:32]) VE_l[idx]              one such gate a KV head
     x <- x + Wo Attention(RoPE(RMSNorm(Wq u)), RoPE(RMSNorm(k)), v)
     x <- x + W_down relu(W_up RMSNorm(x))^2
 
@@ -36,9 +36,10 @@ Numbers of equations are the paper's. loc stands for local and rec for recurrent
 gamma are scalars of a layer and start at 1, 0.1 and 0.1. With source_norm, which is the default for
 more than 10 layers, m_t is RMSNorm(x).
 
-The memories form a chain: token t needs m_{t-1}, so it cannot run before token t - 1 has passed
-the source. The exact chain is T passes over one position each. Evaluation and decoding run it.
-With train_path=exact training runs it, too, which is slow.
+The memories form a chain: token t needs m_{t-1}, so it cannot run before token t - 1 has passed the
+source. The exact chain is T passes over one position each. Evaluation runs it, and so does decoding
+(but not a prompt with prefill=interleaved). With train_path=exact training runs it, too, which is
+slow.
 
 Algorithm 1 (train_path=interleaved) approximates the chain. Its work is that of two passes over all
 positions, because each position is computed twice. The first pass runs all positions at once with
@@ -63,12 +64,11 @@ of all passes' cross-entropies, and gradients flow through all passes, m and the
     loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)
 
 The code takes N times the mean over all recomputed positions for L_0 + ... + L_{N-1}, which is the
-same if all subsets have equally many targets. A token of subset s reads a memory of subset s - 1,
-which has read one of subset s - 2, and so on down to the first pass, which has read none. So a
-token of subset s depends on a chain of s + 1 memories, those of the tokens before it (fewer near
-the start): with N = 2, a token of subset 1 reads a memory of subset 0, which has read a memory of
-the first pass, and these are two. N = T is the chain itself. The paper writes S for N, and finds
-the same loss with 2, 4 and 8 subsets (section 4.3).
+same if all subsets have equally many targets. A token of subset 0 reads a memory of the first pass,
+which has read none. A token of a later subset s reads a memory of subset s - 1. So it depends on a
+chain of s + 1 memories, those of the tokens before it, and on fewer near the start. With N = 2, a
+token of subset 1 depends on two. N = T is the chain itself. The paper writes S for N, and finds the
+same loss with 2, 4 and 8 subsets (section 4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
@@ -84,8 +84,9 @@ path, too.) This table says which function of this file runs:
     chunked                               chain, K = chunk              error
     interleaved                           interleaved                   error
     a call with a cache                   decode_exact, token by token  decode_exact, one pass
-    prefill=interleaved, empty            prefill_interleaved           error
-    cache, several tokens a row
+    prefill=interleaved (*)               prefill_interleaved           error
+
+(*) is a call with an empty cache and several tokens a row.
 
 Left out are the paper's variants with older memories or means of several, with memory for keys or
 values alone, and with other backbones (Tables 1, 2, 6 and 8).
@@ -97,7 +98,7 @@ is silent (their code: github.com/OoDBag/Latent_recurrent_transformer, e0d0f6e):
   code, which has a pair for each layer (here projections=layerwise).
 - (3) The gates read u here, x in the paper, and u[:32] in their code.
 - v. The paper does not say where value embeddings enter. They enter after (4), as in their code.
-- (6) Their code adds the means L_s, as (6) does.
+- (6) Their code takes the mean of each subset, as (6) does. This file takes one mean, see above.
 - Sampling. Their code samples without m. Here decoding is the exact chain.
 - Wg and Wve. Muon trains them in their code. AdamW trains them here, with optimizer=muon too.
 - RoPE rotates the other way in their code. The same numbers come from negating the second half of
@@ -105,8 +106,9 @@ is silent (their code: github.com/OoDBag/Latent_recurrent_transformer, e0d0f6e):
 - norm_eps is 1.2e-7 in their code, and 1e-5 here.
 - Dropout, on x0 and on both branches of a block, is ours.
 
-Letters beside those of model_gpt.py: n positions of a pass, K positions of a chunk, N subsets. In
-pattern=, S and L are kinds of layers and no sizes.
+Letters beside those of model_gpt.py: n is the number of positions of a pass, K that of a chunk, and
+N the number of subsets. In (6) L_first and L_s are losses. In pattern=, S and L are kinds of
+layers.
 """
 import math
 from dataclasses import dataclass
@@ -144,14 +146,15 @@ class Config(BaseConfig):
     def __post_init__(self):
         super().__post_init__()
         # The defaults of source, source_norm and swa are written into their fields, because a
-        # trained model keeps its own when block_size changes. So dataclasses.replace keeps them,
-        # and a replace of n_layer must set them, too.
+        # trained model must keep its values when block_size changes. So dataclasses.replace keeps
+        # them. Whoever replaces n_layer must set source and source_norm, too.
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
         # At the start attention and MLP add nothing. Where m enters the residual stream, and is
         # not normed, m_t = (1 + 0.1 source) x0_t + 0.1 source m_{t-1}. If 0.1 source > 1, the
         # memory grows from token to token and overflows within a thousand of them. The default
-        # looks at n_layer and not at source, so that it does not change with the source.
+        # depends on n_layer and not on source, so that runs which differ in source= alone agree in
+        # source_norm.
         if self.source_norm is None:
             self.source_norm = 0.1 * self.n_layer > 1
         # nanochat's window is half of the context, without the token itself, which swa counts.
@@ -170,17 +173,17 @@ class Config(BaseConfig):
 
 
 # ---- the method: the chain, Algorithm 1, a pass ----
-# Model.forward embeds idx into Tokens and calls `interleaved` in training, and Model.hidden does so
-# for `estimate`. Otherwise hidden calls `chain` or `all_at_once`, or decode_exact, which computes
-# the chain faster. Each of them makes passes over some of the T positions. A pass is a call of
-# run_layers with a Context, which holds what the layers read: the Tokens of its positions, their
-# m_{t-1}, and the buffer with the keys and values of all positions so far. Each layer puts those of
-# the pass into the buffer (Context.extend).
+# Model.forward embeds idx into Tokens and calls `interleaved` in training. Model.hidden calls it
+# for `estimate`, and without targets. Otherwise hidden calls `chain` or `all_at_once`, or
+# decode_exact, which computes the chain faster. Each of them makes passes over some of the T
+# positions. A pass is a call of run_layers with a Context, which holds what the layers read: the
+# Tokens of its positions, their m_{t-1}, and the buffer with the keys and values of all positions
+# so far. Each layer puts those of the pass into the buffer (Context.extend).
 
 @torch.compiler.disable  # torch.compile would unroll the loop
 def chain(model, tokens, K):
     """Run chunks of K positions, one after the other, and return x (B, T, C). K = 1 is the exact
-    chain. (Where fast=true and no gradients are needed, decode_exact computes it instead.)"""
+    chain."""
     buffer, xs, previous = {}, [], torch.zeros_like(tokens.x0[:, :1])   # m_{-1}
     for start in range(0, tokens.x0.size(1), K):
         chunk = tokens.part(slice(start, start + K))
@@ -347,7 +350,8 @@ class Context:
     which makes them itself.)
 
     x0, ve, rope, pos       the Tokens of the positions
-    previous                their m_{t-1}, (B, n, C), or (B, 1, C) where all read the same one
+    previous                their m_{t-1}, (B, n, C), or (B, 1, C) where all read the same one; with
+                            memory=false it may be None, because it is not read
     kv_rec                  k_rec, v_rec (B, n or 1, G, D), if all layers share the projections
     alpha, beta, gamma      the scalars of each layer
     buffer {layer: (k, v)}  the keys and values of all positions so far, (B, G, S, D) each
@@ -537,8 +541,7 @@ class Model(LanguageModel):
             return super().forward(idx, targets, cache, n_valid)
         x, first, *_ = interleaved(self, self.embed(idx))
         logits = self.head(norm(x, cfg.norm_eps))   # (B, T, V)
-        # N ce is L_0 + ... + L_{N-1} if all subsets have equally many targets. If N > T, some
-        # subsets are empty, and the weight of ce is still N.
+        # If N > T, some subsets are empty, and the weight of ce is still N.
         ce = cross_entropy(logits, targets)
         ce_first = cross_entropy(self.head(norm(first, cfg.norm_eps)), targets)
         aux = {"ce": ce.detach(), "ce_first": ce_first.detach()}
@@ -556,8 +559,7 @@ class Model(LanguageModel):
         elif not cfg.has_chain:
             x = all_at_once(self, self.embed(idx))
         elif path == "exact" and cfg.fast and not torch.is_grad_enabled():
-            # decode_exact computes the chain, too. It is faster, because it writes keys and values
-            # in place and concatenates none.
+            # It is faster than chain, because it writes keys and values in place.
             x = decode_exact(self, idx, self.init_cache(*idx.shape), None)
         else:
             x = chain(self, self.embed(idx), cfg.chunk if path == "chunked" else 1)
@@ -573,7 +575,7 @@ class Model(LanguageModel):
     @torch.no_grad()
     def estimate(self, idx, targets):
         """Return the cross-entropy by the training path, which takes less time than the exact one.
-        Returns None if the training path is exact."""
+        Return None if the training path is exact."""
         if self.cfg.train_path_used == "exact":
             return None
         return cross_entropy(self.head(self.hidden(idx, self.cfg.train_path_used)), targets)
@@ -581,8 +583,9 @@ class Model(LanguageModel):
     @property
     def context_kept(self):
         """Return how many of the last tokens stay where a context is full. It is half of them where
-        there is a chain, because the exact prefill of a chain is slow and should not run at every
-        token, and because prefill=interleaved approximates all that it reads."""
+        there is a chain. The exact prefill of a chain is slow and should not run at every token.
+        With prefill=interleaved the kept tokens are approximated anew, and fewer kept tokens mean
+        that more tokens are exact."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.has_chain else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):

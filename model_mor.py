@@ -25,9 +25,9 @@ F_r has residual connections of its own, so that F_r(h) = h + .. contains h. In 
 has the factor 1 + alpha sigmoid(s). router_func=tanh puts tanh in the place of the sigmoid.
 
 Training looks ahead, because a token's place among the top k depends on the scores of later tokens.
-Decoding may not look ahead. There a token of A_{r-1} takes recursion r >= 2 iff s >= 0, and all
-tokens take recursion 1. In eval mode "ce" is the loss with the choices of decoding, and "ce_topk"
-is the loss with those of training.
+Decoding may not look ahead. There all tokens take recursion 1, and a token of A_{r-1} takes
+recursion r >= 2 iff s >= 0. (causal=aux_router has another score there, see below.) In eval mode
+"ce" is the loss with the choices of decoding, and "ce_topk" is the loss with those of training.
 
 An auxiliary loss teaches s to be positive where top k chooses. It is the binary cross-entropy of s
 against whether the token was chosen, as a mean over A_{r-1}, summed over r:
@@ -39,8 +39,9 @@ this loss trains a second router in place of s. The second router reads detached
 scores decide in decoding. Then s learns only as a factor in (2.1), and by a z-loss, if there is one
 (z_loss).
 
-router=token (token choice, Section 2.2.1): a token chooses its depth i, the number of its
-recursions, once, from its state h_1 before F_1. (In model_relaxed.py h_1 is another state.)
+router=token (token choice, Section 2.2.1): before F_1 each token chooses once how many recursions
+it takes, from its state h_1 at that place. This number is its depth i. (In model_relaxed.py h_1 is
+another state.)
 
     p = softmax(W h_1),   i = argmax p
     h <- h_1 + p_i F_i(.. F_1(h_1))                            (2.2)
@@ -76,8 +77,9 @@ This file differs from the paper or from the authors' code:
   they have later, and evaluation runs all R. Token choice has no warm-up, because its depths could
   not be in balance.
 
-Letters beside those of model_gpt.py: K stored blocks (no chunks here), n chosen tokens of the
-fullest row, m rows that run. Recursions count from 1, layers and stored blocks from 0.
+Letters beside those of model_gpt.py: K is the number of stored blocks, n that of the chosen tokens
+of the fullest row, and m that of the rows that run. Recursions count from 1, layers and stored
+blocks from 0.
 
 Paper: Bae et al. 2025 (2507.10524). Their code: github.com/raymin0223/mixture_of_recursions.
 """
@@ -103,7 +105,7 @@ class Config(BaseConfig):
     router: str = choice("expert", "token", "none")  # none: all take all, the baseline
     kv: str = choice("recursion", "share")  # keys: each recursion's own, or F_1's for all
     router_arch: str = choice("linear", "mlp", "wide_mlp")
-    router_func: str = ""        # expert: sigmoid, tanh; token: softmax, sigmoid ("": first)
+    router_func: str = ""        # expert: sigmoid or tanh; token: softmax or sigmoid ("": first)
     alpha: float = 0.1           # factor of sigmoid and tanh; softmax has none
     causal: str = choice("aux_loss", "aux_router")  # expert: what decides in decoding
     aux_weight: float = 0.001    # expert: weight of the auxiliary loss
@@ -119,7 +121,7 @@ class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")
-    qk_norm: bool = False        # RMSNorm on each head's query and key, before RoPE
+    qk_norm: bool = False        # RMSNorm of queries and keys before RoPE; heads share its weight
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
@@ -162,9 +164,9 @@ class Model(LanguageModel):
 
     The first layer has the number -2 and the last layer -1, because their keys are the last two
     entries of cache.k. layer % K is the number of a layer in its recursion. There is no first and
-    no last layer with share=cycle and share=sequence. All tokens take all recursions with
-    router=none: cache.k then has the layers 0 .. 5, and there is no cache.later. Later recursions
-    have no keys in a cache with kv=share, because they read what F_1 has written."""
+    no last layer with share=cycle and share=sequence. With router=none and kv=recursion, cache.k
+    has the layers 0 .. 5, and cache.later is empty, because all tokens take all recursions. With
+    kv=share only F_1 has keys in the cache, because later recursions read these."""
     runs_blocks_once = False
 
     def __init__(self, cfg):
@@ -193,33 +195,33 @@ class Model(LanguageModel):
 
     def states(self, idx, top_k, context=None):
         """Return the states of idx (B, T) after the final norm, (B, T, C), the number of recursions
-        that each token took, (B, T), and what expert_loss or token_loss takes. top_k says that
-        expert choice decides as in training, and not as in decoding. A plain pass (None) makes its
-        own context, as in LanguageModel.hidden."""
+        that each token took, (B, T), and the arguments of expert_loss or token_loss (None with
+        router=none). top_k says that expert choice decides as in training, and not as in decoding.
+        A plain pass (None) makes its own context, as in LanguageModel.hidden."""
         cfg, h = self.cfg, self.drop(self.wte(idx))
         n_run = self.training_loops if self.training and context is None else self.loops_to_run
-        tokens = context or AllTokens(cfg, h)
+        context = context or AllTokens(cfg, h)
         for block in self.first:
-            h = block(h, -2, tokens)
+            h = block(h, -2, context)
         if cfg.router == "expert":
-            h, depth, decisions = self.expert_choice(h, tokens, n_run, top_k)
+            h, depth, decisions = self.expert_choice(h, context, n_run, top_k)
         elif cfg.router == "token":
-            h, depth, decisions = self.token_choice(h, tokens, n_run)
+            h, depth, decisions = self.token_choice(h, context, n_run)
         else:
-            depth, decisions = tokens.kept * n_run, None
+            depth, decisions = context.kept * n_run, None
             for r in range(1, n_run + 1):
-                h = self.recursion(r, h, tokens.subset(r, tokens.kept))
+                h = self.recursion(r, h, context.subset(r, context.kept))
         for block in self.last:
-            h = block(h, -1, tokens)
+            h = block(h, -1, context)
         return self.norm(h), depth, decisions
 
-    def expert_choice(self, h, tokens, n_run, top_k):
+    def expert_choice(self, h, context, n_run, top_k):
         """Return h (B, T, C) after n_run recursions, depths (B, T), and what expert_loss takes.
-        tokens is the context of the call, and tokens.subset returns the context of a recursion. s
-        are the scores. `decides` are the scores by which decoding decides. They are s or those of
-        the second router."""
+        context is that of all tokens, and context.subset returns the context of a recursion. s are
+        the scores. `decides` are the scores by which decoding decides. They are s or those of the
+        second router."""
         T, R = h.size(1), self.cfg.n_loop
-        active, decisions = tokens.kept, []                         # A_0: (B, T)
+        active, decisions = context.kept, []                        # A_0: (B, T)
         for r in range(1, n_run + 1):
             s = decides = self.routers[r - 1](h)[..., 0]            # w_r . h: (B, T)
             if self.cfg.causal == "aux_router":
@@ -232,19 +234,19 @@ class Model(LanguageModel):
                 chosen = torch.zeros_like(active).scatter(1, top, True)       # A_r
             else:
                 chosen = active & (decides >= 0)                    # A_r in decoding
-            h = self.recursion(r, h, tokens.subset(r, chosen, k_r), s)
+            h = self.recursion(r, h, context.subset(r, chosen, k_r), s)
             decisions.append((s, decides, active, chosen))
             active = chosen
         s, decides, active, chosen = map(torch.stack, zip(*decisions))      # (n_run, B, T) each
         return h, chosen.sum(0), (s, decides, active, chosen)
 
-    def token_choice(self, h1, tokens, n_run):
+    def token_choice(self, h1, context, n_run):
         """Return h after n_run recursions at most, from h_1 (B, T, C), depths (B, T), and what
         token_loss takes."""
         scores, p, depth = self.choose_depth(h1, n_run)
         h = h1
         for r in range(1, n_run + 1):
-            h = self.recursion(r, h, tokens.subset(r, tokens.kept & (depth >= r)))
+            h = self.recursion(r, h, context.subset(r, context.kept & (depth >= r)))
         return self.exit(h1, h, p, depth), depth, (scores, p, depth)
 
     def choose_depth(self, h1, n_run):
@@ -260,11 +262,11 @@ class Model(LanguageModel):
         return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)    # (2.2)
 
     def recursion(self, r, h, context, s=None):
-        """Return h (B, T, C) in which the tokens of a context (context.kept) have taken recursion
-        r: they are F_r(h) or, given scores s (B, T), h + alpha sigmoid(s) F_r(h). Other tokens stay
-        as they are. In a GatheredSubset the kept tokens run alone. In any other context all tokens
-        run, and the results of those that are not kept are dropped. The context is None where no
-        token goes on."""
+        """Return h (B, T, C) after recursion r. The tokens that context.kept marks take it. Their
+        new states are F_r(h) or, given scores s (B, T), h + alpha sigmoid(s) F_r(h). The states of
+        all others stay as they are. In a GatheredSubset the kept tokens run alone. In any other
+        context all tokens run, and the results of those that are not kept are dropped. The context
+        is None where no token goes on."""
         if context is None:
             return h
         K, gathered = self.cfg.n_stored, isinstance(context, GatheredSubset)
@@ -292,9 +294,9 @@ class Model(LanguageModel):
         has what the router's loss logs. In eval mode with router=expert it also has "ce_topk". In
         training the router's loss is added to ce."""
         cfg = self.cfg
-        check_call(idx, cache, n_valid)
         if targets is None or cfg.router == "none" or cache is not None:
             return super().forward(idx, targets, cache, n_valid)
+        check_call(idx, cache, n_valid)
         h, depth, decisions = self.states(idx, top_k=self.training)
         logits = upcast(self.head(h))
         ce = cross_entropy(logits, targets)
@@ -352,8 +354,8 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def end_step(self, logged):
-        """Move the biases against f if balance=loss_free. train.py calls this after each step with
-        f of the tokens of all processes."""
+        """Move the biases against f if balance=loss_free. train.py calls this after each step.
+        logged has f as depth1 .. depthR, over the tokens of all processes."""
         cfg = self.cfg
         if cfg.router == "token" and cfg.balance == "loss_free":
             f = torch.tensor([logged[f"depth{d}"] for d in range(1, cfg.n_loop + 1)])
@@ -403,9 +405,10 @@ class Router(nn.Module):
 
 
 class AllTokens(Context):
-    """The context of F_1 and of the layers outside, which all tokens take. kept (B, T) marks the
-    tokens whose states a recursion changes, which are all tokens here. shared_kv[layer] are the
-    keys and values of a layer that has run. If kv=share, later recursions read those of F_1."""
+    """The context of F_1 and of the layers outside, which all tokens take, and of all recursions
+    with router=none and kv=recursion. kept (B, T) marks the tokens whose states a recursion
+    changes, which are all tokens here. shared_kv[layer] are the keys and values of a layer that has
+    run. If kv=share, later recursions read those of F_1."""
 
     def __init__(self, cfg, x, *positions):
         super().__init__(cfg, x, *positions)
@@ -446,11 +449,11 @@ class MaskedSubset:
     """The context of a later recursion in which all tokens run and the results of the chosen ones
     (B, T) are kept. If kv=recursion, only the chosen ones are visible to others."""
 
-    def __init__(self, tokens, chosen):
-        self.cfg, self.tokens, self.kept = tokens.cfg, tokens, chosen       # A_r
-        self.rope, self.bias = tokens.rope, tokens.bias
+    def __init__(self, all_tokens, chosen):
+        self.cfg, self.all_tokens, self.kept = all_tokens.cfg, all_tokens, chosen   # A_r
+        self.rope, self.bias = all_tokens.rope, all_tokens.bias
         if self.cfg.kv == "recursion":
-            distance = tokens.pos[:, :, None] - tokens.pos[:, None]        # (1, T, T)
+            distance = all_tokens.pos[:, :, None] - all_tokens.pos[:, None]     # (1, T, T)
             # A token that was not chosen attends to itself, so that each softmax has a key.
             visible = (distance > 0) & chosen[:, None] | (distance == 0)
             self.bias = torch.where(visible, 0.0, -math.inf)[:, None]       # (B, 1, T, T)
@@ -460,7 +463,7 @@ class MaskedSubset:
         k, v (B, G, T, D) are their own."""
         if self.cfg.kv == "recursion":
             return k, v
-        return self.tokens.shared_kv[layer % self.cfg.n_stored]     # those of F_1
+        return self.all_tokens.shared_kv[layer % self.cfg.n_stored]     # those of F_1
 
 
 # ---- the fast path ----
@@ -481,8 +484,8 @@ class GatheredSubset:
     If rows is None, all B rows run. That is so in a plain pass, in a static call, whose shapes may
     not depend on data, and where most rows go on (see CachedTokens.subset)."""
 
-    def __init__(self, tokens, chosen, n=None, rows=None):
-        self.cfg, self.tokens, self.rows = tokens.cfg, tokens, rows
+    def __init__(self, all_tokens, chosen, n=None, rows=None):
+        self.cfg, self.all_tokens, self.rows = all_tokens.cfg, all_tokens, rows
         (B, T), device = chosen.shape, chosen.device
         if n is None:
             # If T = 1, n can only be 1. In a compiled call no size may depend on data, so that all
@@ -491,22 +494,23 @@ class GatheredSubset:
             n = T if all_run else max(1, int(chosen.sum(1).max()))
         column = torch.arange(T, device=device)
         row = torch.arange(B, device=device) if rows is None else rows              # (m,)
-        # topk takes the n smallest, in order, and chosen columns are smaller than all others.
-        first = torch.where(chosen[row], column, T + column).topk(n, 1, largest=False).indices
-        self.index = T * row[:, None] + first                                       # (m, n)
+        # A chosen column c counts as c, and any other as T + c. So the n smallest are the chosen
+        # columns, in order, and then others.
+        columns = torch.where(chosen[row], column, T + column).topk(n, 1, largest=False).indices
+        self.index = T * row[:, None] + columns                                     # (m, n)
         self.kept = self.gather(chosen)
-        self.rope = tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
-                                     for x in tokens.rope]              # (m, 1, n, D / 2)
+        self.rope = all_tokens.rope and [self.gather(x[:, 0].expand(B, T, -1))[:, None]
+                                         for x in all_tokens.rope]          # (m, 1, n, D / 2)
         self.bias = None  # The causal mask also hides the tokens that fill a row up, on its right.
         if self.cfg.kv == "share":
-            self.bias = attention_bias(self.gather(tokens.pos.expand(B, T)), tokens.k_pos)
+            self.bias = attention_bias(self.gather(all_tokens.pos.expand(B, T)), all_tokens.k_pos)
 
     def extend(self, layer, k, v):
         """Return the keys and values that the chosen attend to, (m, G, S, D) each. k, v
         (m, G, n, D) are their own."""
         if self.cfg.kv == "recursion":
             return k, v
-        return [self.select(x) for x in self.tokens.shared_kv[layer % self.cfg.n_stored]]
+        return [self.select(x) for x in self.all_tokens.shared_kv[layer % self.cfg.n_stored]]
 
     def select(self, x):
         """Return the rows of x (B, ...) that run, (m, ...)."""
@@ -556,8 +560,8 @@ class CachedSubset(GatheredSubset):
     """GatheredSubset of a call with a cache, if kv=recursion. The recursion has a cache of its own,
     in which the chosen tokens of a row follow, without gaps, the ones that were chosen before."""
 
-    def __init__(self, tokens, chosen, rows, cache):
-        super().__init__(tokens, chosen, rows=rows)
+    def __init__(self, all_tokens, chosen, rows, cache):
+        super().__init__(all_tokens, chosen, rows=rows)
         self.cache, slots = cache, cache.place(self.index.size(1), chosen.sum(1))
         # slots is for all rows. self.slots has the places of the rows that run, and n_new of all.
         pos, at, its_rows = map(self.select, (slots.pos, slots.at, slots.rows))
@@ -606,9 +610,9 @@ class GrowingCache(KVCache):
 
 
 class Cache(KVCache):
-    """The keys and values of all tokens in the layers that all tokens take. Keys and values of
-    later recursions are in `later`. This is what they hold for tokens a, b and c of the picture at
-    the top:
+    """The keys and values of all tokens in the layers that all tokens take. With a router and
+    kv=recursion, `later` has a cache for each later recursion. This is what they hold for tokens a,
+    b and c of the picture at the top:
 
                               slots 0 1 2
         k, v (first, F_1, last)     a b c
@@ -624,7 +628,7 @@ class Cache(KVCache):
 
     def __init__(self, cfg, n_run, batch_size, max_len, *device_and_dtype):
         R, K, own = cfg.n_loop, cfg.n_stored, cfg.kv == "recursion"
-        n_whole = n_run if own and cfg.router == "none" else 1  # recursions that all tokens take
+        n_whole = n_run if own and cfg.router == "none" else 1  # recursions with keys in cache.k
         super().__init__(cfg, batch_size, max_len, *device_and_dtype, K * n_whole + cfg.n_outside)
         later = range(2, n_run + 1) if own and cfg.router != "none" else ()
         sizes = [max(1, max_len * (R - r + 1) // R) for r in later]            # k_r

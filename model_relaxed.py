@@ -8,25 +8,25 @@ Transformer each use of a stored matrix adds a low-rank delta of its own (LoRA),
 differ again. The smaller model starts from the trained one and is trained further, so that it loses
 little (lab/RESULTS.md has what it cost here); from random weights it is only a looped Transformer.
 
-    h_{l+1} = Block_k(h_l; u)               k = l mod K,  u = l // K,  l = 0 .. L - 1       (2)
+    h_{l+1} = Block_k(h_l; u)               k = l mod K,  u = l // K,  l = 0 .. L - 1       (1)
 
-    y = W' x + B_u A_u x                    each matrix of each block has its own W',       (3)
+    y = W' x + B_u A_u x                    each matrix of each block has its own W',       (2)
                                             and A_u and B_u for each use u
         x (in,)   y (out,)   W' (out, in)   A_u (r, in)   B_u (out, r)   r = min(rank, in, out)
 
-    U S V^T = W_l diag(g_l / g') - W'       singular value decomposition of what W' lacks   (4)
+    U S V^T = W_l diag(g_l / g') - W'       singular value decomposition of what W' lacks   (3)
     B_u = U_r S_r,   A_u = V_r^T            at the start; the r largest singular values
 
-(2) is the paper's Eq. 3, (3) is part of its Eq. 5, and (4) is its Eq. 4 with a ratio for norms. h_0
-are the embeddings, which are x_0 in model_gpt.py. A block has seven matrices: W_q, W_k, W_v and W_o
-of attention, and W_gate, W_up and W_down of the MLP. (With mlp=gelu there is no W_gate.) All uses
-of a block share W' and its norms, which is what tied means. In (4) W_l is the matrix W in layer l
-of the trained model, and g_l and g' are the weights of the norms before W_l and W'. No norm stands
-before W_o and W_down, so that they have no ratio. There are no deltas with rank=0, which is the
-Recursive Transformer. If the trained model has L layers and the rank is full, deltas by (4) undo
-the tying, and the converted model computes what the trained one does. If the trained model has
-another number of layers, then L of them, evenly spaced, are the sources of the layers l. If it has
-fewer, some are the source of several.
+(1) is the paper's Eq. 3, (2) is part of its Eq. 5, and (3) is its Eq. 4 with a ratio for norms. h_l
+are the states, which are x_l in model_gpt.py, and h_0 are the embeddings. In (2) x is the input of
+any matrix. A block has seven matrices: W_q, W_k, W_v and W_o of attention, and W_gate, W_up and
+W_down of the MLP. (With mlp=gelu there is no W_gate.) All uses of a block share W' and its norms,
+which is what tied means. In (3) W_l is the matrix W in layer l of the trained model, and g_l and g'
+are the weights of the norms before W_l and W'. No norm stands before W_o and W_down, so that they
+have no ratio. There are no deltas with rank=0, which is the Recursive Transformer. If the trained
+model has L layers and the rank is full, deltas by (3) undo the tying, and the converted model
+computes what the trained one does. If the trained model has more layers, then L of them, evenly
+spaced, are the sources of the layers l. If it has fewer, some are the source of several.
 
 In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
 
@@ -49,7 +49,8 @@ The head can predict after every loop, so that a model can exit early (Section 3
     training with early_exit=     R, a head after each   sum_i c_i loss_i, i = 1 .. R
     evaluation, decoding          exit_loop (0: R)       CE after that loop
 
-With loop_warmup, training runs fewer loops in its first steps.
+loop_weights defines c_i, and Model.forward defines loss_i. With loop_warmup, training runs fewer
+loops in its first steps.
 
 In this file and in sample.py all tokens stop after the same loop. In serve.py each token can exit
 after the first loop whose prediction is sure. Every unrolled layer has keys and values of its own.
@@ -61,12 +62,12 @@ Dropout is on embeddings, attention weights and residual branches.
 Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sharing with
 Layer-wise LoRA" (2410.20672). github.com/raymin0223/mixture_of_recursions has a part of its code.
 This file differs from the paper and from that code as follows.
-- (4) The paper has no ratio g_l / g'. Here it is needed, because norms are tied too.
-- (4) init=stepwise. A stored block k > 0 may start from another layer than k, so that (4) gives
-  deltas in the first loop, too. The example in Appendix C sets these to 0. Here they follow (4),
+- (3) The paper has no ratio g_l / g'. Here it is needed, because norms are tied too.
+- (3) init=stepwise. A stored block k > 0 may start from another layer than k, so that (3) gives
+  deltas in the first loop, too. The example in Appendix C sets these to 0. Here they follow (3),
   because otherwise a conversion at full rank would not give the trained model back.
-- (3) The public code scales deltas by alpha / rank. Here deltas have no factor, because a factor
-  would break (4).
+- (2) The public code scales deltas by alpha / rank. Here deltas have no factor, because a factor
+  would break (3).
 - Sharing is the paper's Cycle (k = l mod K) alone. Its Sequence is left out.
 - QK-norm. The paper's models have none. Here each use has weights of its own if rank > 0.
 - Positions are RoPE, as in the paper, or none. ALiBi and windows are left out, as the paper has
@@ -78,7 +79,7 @@ This file differs from the paper and from that code as follows.
 
 Letters beside those of model_gpt.py: K stored blocks, R loops, B_u a factor of a delta, r rank, l
 an unrolled layer, k a stored block (in Attention k are keys), u a use, i a loop. In the code R is
-n_loop, K is n_stored. In (4) and set_deltas U, S and V are the factors of the singular value
+n_loop, K is n_stored. In (3) and set_deltas U, S and V are the factors of the singular value
 decomposition.
 """
 from dataclasses import dataclass
@@ -100,26 +101,25 @@ class Config(BaseConfig):
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")   # no ALiBi or window: as in the paper
-    qk_norm: bool = False        # RMSNorm with a weight on each head's query and key
+    qk_norm: bool = False        # RMSNorm of queries and keys before RoPE; heads share its weight
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
-    # These two options say how a trained model_gpt is converted. layers_for_stored has the values
-    # of init; random leaves W' at random weights.
+    # These two options say how a trained model_gpt is converted. layers_for_stored explains the
+    # values of init. With random, W' keeps its random weights.
     init: str = choice("average", "stepwise", "lower", "upper", "random")
-    lora_init: str = choice("svd", "zero")      # deltas start as (4), or at 0
+    lora_init: str = choice("svd", "zero")      # deltas start as (3), or at 0
     # Three options are for training with early exit (Model.forward has its loss). exit_loop is for
     # evaluation and decoding, and loop_warmup is for any training.
     early_exit: str = choice("none", "weighted", "aggressive")  # c_i of the losses (loop_weights)
     exit_weight: float = 0.1     # aggressive: c_i of the earlier loops
-    exit_loss: str = choice("ce", "kl", "both")     # losses of the earlier loops; kl: to the last
+    exit_loss: str = choice("ce", "kl", "both")     # losses of the earlier loops; kl: from the last
     exit_loop: int = 0           # stop after this loop (0: the last)
     loop_warmup: float = 0.0     # fraction of training's steps over which loops rise from 1 to R
 
     # CONVERTS_FROM names the models whose weights convert reads. NOT_IN_WEIGHTS are options that
     # may change when a run is resumed, or when it starts from the weights of another run.
     CONVERTS_FROM = ("gpt",)
-    NOT_IN_WEIGHTS = ("early_exit", "exit_weight", "exit_loss", "exit_loop",
-                      "loop_warmup")
+    NOT_IN_WEIGHTS = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "loop_warmup")
 
     def __post_init__(self):
         super().__post_init__()
@@ -144,7 +144,7 @@ def run_loops(blocks, h, context, n_run):
     states = []
     for u in range(n_run):
         for k, block in enumerate(blocks):
-            h = block(h, u * len(blocks) + k, context)      # h_{l + 1}, l = u K + k    (2)
+            h = block(h, u * len(blocks) + k, context)      # h_{l + 1}, l = u K + k    (1)
         states.append(h)
     return states
 
@@ -182,9 +182,8 @@ class Attention(model_gpt.Attention):
 
     def forward(self, x, layer, u, context):
         D = self.cfg.head_size
-        q = self.wq(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, H, T, D)
-        k = self.wk(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
-        v = self.wv(x, u).unflatten(-1, (-1, D)).transpose(1, 2)    # (B, G, T, D)
+        q, k, v = (w(x, u).unflatten(-1, (-1, D)).transpose(1, 2)   # (B, H or G, T, D)
+                   for w in (self.wq, self.wk, self.wv))
         if self.cfg.qk_norm:    # else the norms are nn.Identity, which takes no u
             q, k = self.q_norm(q, u), self.k_norm(k, u)
         if context.rope:
@@ -213,12 +212,12 @@ class MLP(model_gpt.MLP):
 
 
 class RelaxedLinear(nn.Module):
-    """A matrix W' with a delta B_u A_u for each use u (3).
+    """A matrix W' with a delta B_u A_u for each use u (2).
 
-    weight (out, in) is W', a[u] (r, in) is A_u, and b[u] (r, out) is B_u transposed. So the A_u
-    of all uses are one matrix (R r, in), and the transposed B_u of all uses are one (R r, out).
-    init_weights and block_weights know a and b by their 3 dimensions. A change of the delta also
-    has a place in MergedLinear and in set_deltas."""
+    weight (out, in) is W', a[u] (r, in) is A_u, and b[u] (r, out) is B_u transposed. So the A_u of
+    all uses are one matrix (R r, in), and the transposed B_u of all uses are one (R r, out).
+    init_weights and block_weights know a and b by their 3 dimensions. A fork that changes the delta
+    must change MergedLinear and set_deltas, too."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
@@ -229,11 +228,11 @@ class RelaxedLinear(nn.Module):
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))    # no delta yet
 
     def forward(self, x, u):
-        """Return (3), (B, T, out), of x (B, T, in). u is the use of all rows, or a mask as in
+        """Return (2), (B, T, out), of x (B, T, in). u is the use of all rows, or a mask as in
         Block."""
         y = F.linear(x, self.weight)                        # W' x
         if self.rank and isinstance(u, int):
-            y = y + F.linear(x, self.a[u]) @ self.b[u]      # + B_u A_u x    (3)
+            y = y + F.linear(x, self.a[u]) @ self.b[u]      # + B_u A_u x    (2)
         elif self.rank:
             # Each row meets the A_u of all uses. Then the mask u zeroes all results but those of
             # the row's own use, so that one product with all B_u adds the row's own B_u A_u x.
@@ -277,8 +276,8 @@ class MergedLinear(RelaxedLinear):
 
     def forward(self, x, u):
         n_out, n_in = self.weight.shape
-        many = x.numel() // n_in * (n_in + n_out) > n_in * n_out
-        if many and self.rank and isinstance(u, int):
+        merging_is_cheaper = x.numel() // n_in * (n_in + n_out) > n_in * n_out
+        if merging_is_cheaper and self.rank and isinstance(u, int):
             return F.linear(x, torch.addmm(self.weight, self.b[u].t(), self.a[u]))
         return super().forward(x, u)
 
@@ -291,7 +290,7 @@ def convert(model, weights):
 
     Each stored block gets tied weights, W' and norms, which are the mean of some trained layers.
     Then each of its uses gets what is its own, from the trained layer that is its source. These are
-    the deltas by (4) and, if rank > 0, the weights of QK-norm."""
+    the deltas by (3) and, if rank > 0, the weights of QK-norm."""
     cfg, sources = model.cfg, source_layers(weights, model.cfg.n_layer)
     for name, w in weights.items():
         if not name.startswith("blocks."):
@@ -325,7 +324,7 @@ def source_layers(weights, n_layer):
 def layers_for_stored(cfg, k):
     """Return the unrolled layers whose sources are averaged into W' and norms of stored block k.
     There are none with init=random, where W' stays random, as a baseline of the other ways. With
-    lora_init=svd the deltas follow (4) there, too."""
+    lora_init=svd the deltas follow (3) there, too."""
     L, K = cfg.n_layer, cfg.n_stored
     return {"average": range(k, L, K),          # all uses of the block
             "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # evenly from first to last
@@ -342,7 +341,7 @@ def set_head_norms(block, u, source):
 
 
 def set_deltas(block, k, u, source):
-    """Set the deltas of use u of stored block k by (4), so that W' + B_u A_u comes near
+    """Set the deltas of use u of stored block k by (3), so that W' + B_u A_u comes near
     W_l diag(g_l / g'), where W_l and g_l are the weights of source.
 
     If W' already is that matrix up to rounding, as in the first loop with init=lower, an SVD would
@@ -363,14 +362,14 @@ def set_deltas(block, k, u, source):
 def folded(block, k, source, name):
     """Return W_l diag(g_l / g') (out, in), which does behind the tied norm what W_l did behind its
     own: for a normalized n,  W_l (g_l * n) = [W_l diag(g_l / g')] (g' * n). A ValueError names the
-    norm if a weight of g' is near zero."""
+    norm if a ratio is 10^4 or more, or NaN, because the deltas would be huge."""
     w = upcast(source[f"{name}.weight"])
     if name not in ("attn.wo", "mlp.w_down"):   # no norm stands before these two
         norm = "norm1" if name.startswith("attn") else "norm2"
         ratio = upcast(source[f"{norm}.weight"]) / upcast(getattr(block, norm).weight)
         if not (ratio.abs() < 1e4).all():       # NaN is refused, too
-            raise ValueError(f"{norm} of stored block {k} is near zero, its deltas would be "
-                             f"huge: another init may avoid it, rank=0 and lora_init=zero do")
+            raise ValueError(f"{norm} of stored block {k} is near zero, so that its deltas would "
+                             "be huge: another init may help, and rank=0 or lora_init=zero does")
         w = w * ratio
     return w
 
@@ -414,9 +413,9 @@ class Model(LanguageModel):
         "ce_loop1", "ce_loop2", ... While loop_warmup runs fewer loops, the last of them has the
         loss and the weight of loop R."""
         exits = self.training and self.cfg.early_exit != "none" and cache is None
-        check_call(idx, cache, n_valid)
         if not exits or targets is None:
             return super().forward(idx, targets, cache, n_valid)
+        check_call(idx, cache, n_valid)
         *earlier, last = [upcast(self.head(self.norm(h))) for h in self.loop_states(idx)]
         *c_earlier, c_last = self.loop_weights()
         ce = cross_entropy(last, targets)
@@ -444,8 +443,8 @@ class Model(LanguageModel):
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len), n_layer)
 
     def flops_per_token(self):
-        """Return FLOPs as model_gpt does, for the loops that a training pass runs now. If there is
-        early_exit, each of them has a head."""
+        """Return FLOPs as model_gpt does, for the loops that training runs in this step. With
+        early_exit the head runs after each of them."""
         heads = self.training_loops if self.cfg.early_exit != "none" else 1
         in_loops = 6.0 * self.block_weights() + self.mixer_flops()
         return (in_loops * self.training_loops / self.cfg.n_loop

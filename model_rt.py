@@ -4,10 +4,11 @@ from this layer's outputs.
 
 In a Transformer, the keys and values of layer l are made from the output of layer l - 1. In an RT
 those of earlier positions are made from the output of layer l itself. A single layer is therefore
-as deep in time as the sequence is long: a path through L layers and T positions passes up to
-T + L - 1 blocks, and in a Transformer it passes L. The recurrence adds no parameters, and the cache
-is as large as a Transformer's. The price is that a layer becomes a loop over positions. Training
-runs the loop forward and then back, because gradients flow through all keys and values.
+as deep in time as the sequence is long: a path from the first position of the lowest layer to the
+last position of the highest one can pass T + L - 1 blocks. In a Transformer it passes L. The
+recurrence adds no parameters, and the cache is as large as a Transformer's. The price is that a
+layer becomes a loop over positions. Training runs the loop forward and then back, because gradients
+flow through all keys and values.
 
 One layer, for positions i = 1 .. T with inputs x_i:
 
@@ -53,19 +54,20 @@ what runs:
     true       yes    any        1     Block.one_token
     true       yes    wavefront  > 1   rt_wavefront.prefill, if all rows of the cache hold equally
                                        many tokens (KVCache.ragged says that they may differ)
-    true       yes    all else   > 1   Block.one_token, token after token, which is slow
+    true       yes    otherwise  > 1   Block.one_token, token after token, which is slow
     false      any    any        any   Block.at_once
 
 schedule=auto means naive if fast=false. If fast=true, it means wavefront, or tiled where
 kv_norm=false.
 
-This file differs from the paper and from its code (commit a21b42d) as follows.
+The paper and the authors' code (commit a21b42d) differ in places. These are the choices of this
+file, and what it does differently from both:
 - n1, n2. They are RMSNorms as in the paper's text. The configs of the code have LayerNorm.
 - gelu, initial weights. The text does not say which they are. Both are those of the code: gelu is
   exact, and the weights are as in Model.init_weights.
 - nq, nk. They are left out by default.
-- Scores. ALiBi and the softmax are in float32 even where products are in bfloat16. Their
-  code adds ALiBi in bfloat16 and keeps a bfloat16 softmax for the backward pass.
+- Scores. ALiBi and the softmax are in float32 even where products are in bfloat16. The
+  authors' code adds ALiBi in bfloat16 and keeps a bfloat16 softmax for the backward pass.
 - Dropout. It acts on embeddings only.
 - Added are grouped heads (n_kv_head) and RoPE (pos=rope), which rotates q_i and both keys of
   position i by i, after the QK-norm.
@@ -75,7 +77,9 @@ This file differs from the paper and from its code (commit a21b42d) as follows.
 Paper: "The Recurrent Transformer: Greater Effective Depth and Efficient Decoding" (2604.21215), of
 2026. The authors' code is github.com/geniucos/recurrent-transformer.
 
-Letters: those of model_gpt.py; K positions of a chunk; t keys of a tile; n positions that are done.
+Letters: those of model_gpt.py. K is the number of positions of a chunk. In tiled, n is the number
+of positions that are done, and t is the number of keys of a tile. It is also the number of the
+tile's queries, except near the end of the sequence.
 """
 import math
 from dataclasses import dataclass
@@ -88,8 +92,7 @@ import kernels
 import model_gpt
 import rt_wavefront
 from decoding import Cached
-from model_gpt import (BaseConfig, LanguageModel, RMSNorm, apply_rope, attend, choice,
-                       upcast)
+from model_gpt import BaseConfig, LanguageModel, RMSNorm, apply_rope, attend, choice, upcast
 
 
 @dataclass
@@ -99,8 +102,8 @@ class Config(BaseConfig):
     qk_norm: str = choice("none", "full")   # full: nq and nk, each with a weight
     recurrent: bool = True       # false: a plain Transformer, the baseline
     kv_norm: bool = True         # whether (5) applies n1 to y; false is worse (Appendix E.2)
-    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: as fast says
-    chunk: int = 32              # positions of a wavefront's chunk, at most
+    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: as fast, kv_norm say
+    chunk: int = 32              # a chunk of the wavefront has at most so many positions
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
@@ -122,13 +125,14 @@ class Config(BaseConfig):
 class Block(nn.Module):
     """One layer. naive is the loop over positions. The methods below it are the equations.
 
-    In training and in a prefill the default schedule, wavefront, runs none of these methods.
-    (Decoding one token runs them.) rt_wavefront.py has the equations a second time, with a backward
-    pass by hand, and rt_triton.py has parts of both a third time, for GPUs. A fork that changes an
-    equation has to change it in all of these, or to set schedule=naive or tiled. Then a change of
-    (1), (3), (4) or (5) is a change of a method below. (BlockWithoutKVNorm has (5), too.) A change
-    of (2) has two places, naive and Context.attention, which decoding calls. With schedule=tiled it
-    has two more, met_temporary and merge_tile, and merge_tile calls kernels.py."""
+    The default schedule, wavefront, runs none of these methods in a call without a cache, nor in a
+    prefill. (Decoding one token runs them.) rt_wavefront.py has the equations a second time, with a
+    backward pass by hand, and rt_triton.py has parts of both a third time, for GPUs. A fork that
+    changes an equation has to change it in all of these, or to set schedule=naive or tiled. Then a
+    change of (1), (3), (4) or (5) is a change of a method below. (BlockWithoutKVNorm has (5), too.)
+    A change of (2) has two places, naive and Context.attention, which decoding calls. With
+    schedule=tiled it has two more, met_temporary and merge_tile, and merge_tile calls
+    kernels.py."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -153,7 +157,7 @@ class Block(nn.Module):
             now = slice(i, i + 1)
             keys = torch.cat([k, k_temp[:, :, now]], 2)  # (B, G, i + 1, D)
             values = torch.cat([v, v_temp[:, :, now]], 2)
-            bias = context.bias[:, :, now, :i + 1]  # ALiBi or 0, because no key is later
+            bias = context.bias[:, :, now, :i + 1]  # ALiBi's or 0, as no key is later
             a_i = attend(q[:, :, now], keys, values, bias, fast=False)    # (2)
             y_i = self.output(x_i, a_i)                                   # (3), (4)
             rope_i = [table[:, :, now] for table in context.rope]  # empty without RoPE
@@ -232,9 +236,9 @@ class Block(nn.Module):
 # tiled is the paper's Algorithm 1. It relies on (1), which gives all queries of a layer before the
 # loop. After n positions, let t be the largest power of two that divides n. Then the queries
 # n+1 .. n+t attend to a tile, the keys n-t+1 .. n. In this way each query attends to each earlier
-# key once. A key is read once a tile, at most ceil(log2 T) times. In the naive loop it is read once
-# for each later query. In this picture of T = 8, a number is the n after which a query meets a key,
-# and a point is the query's temporary pair:
+# key once. A key belongs to at most ceil(log2 T) tiles, and each tile reads it once. The naive loop
+# reads it once for each later query. In this picture of T = 8, a number is the n after which a
+# query meets a key, and a point is the query's temporary pair:
 #                keys 1 2 3 4 5 6 7 8
 #           query 1   .
 #                 2   1 .
@@ -318,12 +322,10 @@ class Context(model_gpt.Context):
 
     def attention(self, q, k, v):
         """Return the attention of the tokens to all keys up to their own, (B, H, T, D).
-        schedule=naive               is written out, with a bias;
-        a cache in float32 or better calls torch's attention, which is the fastest for one query,
-                                     with a bias;
-        all else                     calls kernels.attend_by_position, which masks by positions.
-                                     A bias would be T x T in training, and torch would round it
-                                     in 16 bits."""
+        With schedule=naive the softmax is written out, and a bias is the mask. With a cache in
+        float32 or better, torch's attention runs, because it is the fastest for one query, and a
+        bias is the mask. In all other cases kernels.attend_by_position runs, which masks by
+        positions. A bias would be T x T in training, and torch would round it in 16 bits."""
         if self.bias is not None:
             return attend(q, k, v, self.bias, fast=not self.naive)
         pos = self.pos.int().squeeze(0)  # (T,) for all rows, or (B, T)
@@ -391,8 +393,9 @@ class Model(LanguageModel):
         return torch.cat(states, 1)
 
     def prefill(self, idx, cache, slots):
-        """Return decode's result by a wavefront, for rows that hold equally many tokens. The new
-        tokens of a row may be fewer than T, because no token attends to the padding behind it."""
+        """Return decode's result by a wavefront, for rows that hold equally many tokens. A row may
+        have fewer than T new tokens. The rest of it is padding, and no token attends to padding
+        behind it."""
         x = self.drop(self.wte(idx))
         past = [buffer[:, :, :cache.longest] for buffer in cache.buffers()]
         y, ks, vs = rt_wavefront.prefill(self.cfg, self.blocks, x, past)

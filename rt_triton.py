@@ -12,19 +12,22 @@ read and write them where they lie:
 
     add_and_norm, add_norm_backward   x, d, n and r are one position of (A, K, B, .). The B rows of
                                       a layer are contiguous, and x_a is the stride of x over A.
-    read_pairs                        q, out and lse are one position of (Z, Q, K, .), k and v the
-                                      first i of (Z, K, D), and bias is the start of row i of
-                                      (H or 1, K, K).
-    add_pair_grad                     q and da are the last `rows` of (Z, K Q, D), and delta those
-                                      of (Z, 1, K Q). v is one key of (Z, K, D), and p the end of
-                                      one key of (Z, K, K Q).
-    write_query_grad                  da_out and a are Q rows of (Z, K Q, D), and delta_out those
-                                      of (Z, 1, K Q).
+    read_pairs                        q, out and lse are one position of (Z, Q, K, .). k and v are
+                                      the first i keys of (Z, K, D). bias is the first i numbers of
+                                      row i of each head in (H or 1, K, K).
+    add_pair_grad                     q and da are the last `rows` rows of (Z, K Q, D), and delta is
+                                      the last `rows` numbers of (Z, 1, K Q). v is one key of
+                                      (Z, K, D). p is the last `rows` numbers of one key in
+                                      (Z, K, K Q).
+    write_query_grad                  da_out and a are Q rows of (Z, K Q, D), and delta_out is Q
+                                      numbers of (Z, 1, K Q).
 
 All other arguments are contiguous.
 
-Letters: those of rt_wavefront.py. z is a key head, x_a and x_z are strides of x over A and Z. l is
-the sum of an online softmax and no layer.
+Letters are those of rt_wavefront.py, with these exceptions. c is a channel of C and no chunk. d is
+a channel of D, but d_ptr points to a gradient. l is the sum of an online softmax and no layer. z is
+a key head. x_a and x_z are the strides of x over A and Z. In add_norm_backward_kernel, a and b are
+the numbers of a layer and of a sequence.
 """
 import torch
 import triton
@@ -32,7 +35,7 @@ import triton.language as tl
 
 from kernels_triton import narrow
 
-ROWS = tl.constexpr(32)  # a program reads at most so many keys or queries at once
+ROWS = tl.constexpr(32)  # A program reads at most this many keys or queries at once.
 
 
 @triton.jit
@@ -48,8 +51,8 @@ def store(ptr, at, x, valid):
 
 
 def launch(kernel, programs, *arguments, width):
-    """Run `programs` programs of a kernel, each on rows of this width, C or D. The width is the
-    last of the arguments before BLOCK, which is the next power of two."""
+    """Run `programs` programs of a kernel, each on rows of this width, C or D. The kernel takes the
+    width as its last argument before BLOCK. BLOCK is the next power of two."""
     with torch.cuda.device_of(arguments[0]):  # Triton takes the current device
         kernel[programs,](*arguments, width, BLOCK=triton.next_power_of_2(width))
 
@@ -58,6 +61,7 @@ def launch(kernel, programs, *arguments, width):
 def add_and_norm_kernel(x_ptr, update_ptr, sum_ptr, n_ptr, x_a, B, eps, C, BLOCK: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = load(x_ptr, row // B * x_a + row % B * C + c, c < C)
+    # The sum is rounded before it is normed, as in rt_wavefront.py.
     x = narrow(x + load(update_ptr, row * C + c, c < C), sum_ptr.dtype.element_ty)
     store(sum_ptr, row * C + c, x, c < C)
     x = x.to(tl.float32)
@@ -96,7 +100,7 @@ def read_pairs_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, out_ptr, a_ptr, i,
                       BLOCK: tl.constexpr):
     """This is the online softmax that kernels_triton.py explains. It starts with the pair of score
     lse and value out, so that m = lse, l = 1 and acc = out. HEADS is H, or 1 if the bias is the
-    same for all heads."""
+    same for all heads. q is already divided by sqrt(D)."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     q, acc = load(q_ptr, row * K * D + d, d < D), load(out_ptr, row * K * D + d, d < D)
     m, l = tl.load(lse_ptr + row * K), tl.full((), 1.0, tl.float32)

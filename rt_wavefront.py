@@ -41,7 +41,7 @@ positions (6.4).
 Letters, beside those of model_gpt.py (here S is the number of cached keys alone):
 
     K  positions of a chunk             Q  query heads that share a key head, H / G
-    P  positions, any number            Z  key heads of all rows and active layers, A B G
+    P  positions, any number            Z  key heads of all sequences and active layers, A B G
     A  layers active in a step          M  width of the MLP
 
     l  a layer, c a chunk, s = l + c a step
@@ -49,8 +49,9 @@ Letters, beside those of model_gpt.py (here S is the number of cached keys alone
        code counts them in the chunk.
 
 T is cut into ceil(T / cfg.chunk) chunks of equal length K, so that K may be less than cfg.chunk.
-`length` is T rounded up to whole chunks. A tensor (A, K B, C) has one row for each position and
-each sequence of the batch: row i B + b is position i of sequence b.
+`length` is T rounded up to whole chunks. A row is a row of a matrix here, and a row of the batch is
+called a sequence. A tensor (A, K B, C) has one row for each position and each sequence: row i B + b
+is position i of sequence b. A dot in a shape stands for any last dimension.
 """
 import math
 from collections import namedtuple
@@ -77,7 +78,8 @@ def forward_pass(wave, x, *weights, pairs=None):
     w = Weights(*weights).to(wave.dtype)
     if pairs is None:
         pairs = x.new_empty(2, wave.L, wave.B, wave.G, wave.length, wave.D, dtype=wave.dtype)
-    # Padding is 0, because the backward pass multiplies it by gradients of 0, and 0 * NaN is NaN.
+    # The padding of the input is 0, so that all that is computed from it is finite. The backward
+    # pass multiplies it by gradients of 0, and 0 * NaN would be NaN.
     states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.C)
     states[0, :wave.T] = x.transpose(0, 1)
     for step in wave.steps:
@@ -94,7 +96,8 @@ def forward_step(wave, states, pairs, w, step):
     x = wave.diagonal(states[:-1], step, 1)                                      # (A, K, B, C)
     (q, k_temp, v_temp), _ = wave.temporary(x.flatten(1, 2), w, rope)            # (1)
     out, lse = wave.outside(q, k_temp, v_temp, pairs, step)                      # begins (2)
-    q, out, lse = (each.unbind(1) for each in wave.by_position(q, out, lse))     # (Z, Q, .) each
+    # From here on q, out and lse are lists over the K positions, (Z, Q, .) each.
+    q, out, lse = (each.unbind(1) for each in wave.by_position(q, out, lse))
     k, v = (out[0].new_empty(len(out[0]), wave.K, wave.D) for _ in range(2))     # the chunk's own
     ropes, ys = each_position(rope, wave.K), []
     for i, x_i in enumerate(x.unbind(1)):                                        # (A, B, C)
@@ -146,7 +149,8 @@ class Wavefront:
         self.slopes, self.tables = None, []
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.sum_dtype)
-        # In a chunk the bias, (H or 1, K, K), is ALiBi's, and -inf unless the key is earlier.
+        # This bias (H or 1, K, K) is for a chunk's queries and its own persistent pairs. It is
+        # -inf unless the key is earlier, also at the query's own position.
         pos = self.pos[:self.K]
         bias = attention_bias(pos[None], pos, 0, self.slopes, self.sum_dtype)[0]
         self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
@@ -183,8 +187,8 @@ class Wavefront:
 
     def temporary(self, x, w, rope):
         """Return q, k^ and v^ (A, B, H, K, D) of rows x (A, K B, C), as in (1), with the pairs
-        repeated for each query head. Return also the parts of n1, nq and nk, because the backward
-        pass needs them."""
+        repeated for each query head. Return also n and r of the norms n1, nq and nk (NormParts),
+        because the backward pass needs them."""
         x_parts = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
         qkv = product(x_parts.n.to(self.dtype), w.qkv)
@@ -200,18 +204,17 @@ class Wavefront:
         """Return out (A, B, H, K, D) and lse (A, B, H, K) of a chunk's queries after they have
         attended to their temporary pairs and to all earlier chunks."""
         score, found = (q * k_temp).sum(-1) * self.scale, []  # the temporary pair's
-        for at, l in enumerate(range(step.lo, step.hi)):  # l is active layer number at
+        for at, l in enumerate(range(step.lo, step.hi)):  # l is active layer `at`
             start, positions = self.earlier(l, step)
             keys, values = pairs[:, l, :, :, :start]  # all are visible
             own = score[at], v_temp[at]
             found.append(kernels.attend_by_position(q[at], keys, values, *positions, own=own))
-        out, lse = map(torch.stack, zip(*found))
-        return out, lse
+        return [torch.stack(each) for each in zip(*found)]
 
     def by_position(self, q, out, lse):
         """Return q / sqrt(D), out and lse, (A, B, H, K, .), as (Z, K, Q, .). At each position the
-        Q queries that share a key head are rows of one matrix, so that one bmm over Z takes the
-        queries of all heads, rows and layers."""
+        Q queries that share a key head form one matrix (Q, D). So one bmm over Z takes the queries
+        of all heads, sequences and layers."""
         all_three = q.to(out.dtype) * self.scale, out, lse[..., None]
         shape = (-1, self.H // self.G, self.K)
         return [x.reshape(*shape, x.size(-1)).contiguous().transpose(1, 2) for x in all_three]
@@ -248,8 +251,8 @@ def stack_weights(cfg, blocks):
 
 
 def product(x, w):
-    """Return W x for each row of x (A, P B, in), where w (A, out, in) has each layer's W, in the
-    dtype of x. product(d, w.mT) is W.T d."""
+    """Return W x for each row of x (A, P B, in), where w (A, out, in) has each layer's W. x and w
+    have one dtype. product(d, w.mT) is W.T d."""
     return torch.bmm(x, w.mT)
 
 
@@ -317,7 +320,9 @@ def persistent(wave, y_n, w, rope):
 #     q_parts                n and r of nq at Wq n1(x) (J_q); () without QK-norm
 #     k_parts, k_temp_parts  n and r of nk at Wk n1(y) (J_k) and at Wk n1(x) (J_k^)
 #     k_temp, v_temp         k^, v^, (A, B, H, K, D) each
-#     a, u                   (A, K B, H D) and (A, K B, M) in `recompute`
+#
+# What `recompute` returns has a (A, K B, H D) and u (A, K B, M). attention.a has the same numbers
+# as (A, B, H, K, D).
 #
 # The forward pass saved the states only, so the persistent pairs of all layers are computed again
 # from y. Then the steps run in reverse. The picture has what comes to a chunk, and what it leaves:
@@ -399,8 +404,9 @@ def backward_step(wave, states, pairs, d_states, d_pairs, w, grads, step):
 
 
 def recompute(wave, x, y, pairs, d_pairs, w, step):
-    """Return what the gradients need of the forward pass, from rows x and y (A, K B, C). For
-    k_parts (5) is computed once more, because pairs holds only its results."""
+    """Return what the gradients need of the forward pass, from rows x and y (A, K B, C). With
+    a QK-norm, (5) is computed once more to get k_parts, because pairs holds the keys only after nk
+    and RoPE."""
     eps, dtype = wave.cfg.norm_eps, wave.dtype
     rope = [wave.diagonal(table, step, 1) for table in wave.tables]
     temp, (x_parts, q_parts, k_temp_parts) = wave.temporary(x, w, rope)  # q, k^, v^
@@ -418,10 +424,10 @@ def recompute(wave, x, y, pairs, d_pairs, w, step):
 
 
 def reverse_loop(wave, chunk, dy, w):
-    """Run (B1) to (B6) from the last position to the first. Return g_low, du, dz and dkv, rows (A,
-    K B, .), and leave da and delta in chunk.attention. g_low, du and dkv are in the dtype of
-    products. g and dz are also needed in float32 or better, and g_low and dz_low are their copies
-    in the dtype of products."""
+    """Run (B1) to (B6) from the last position to the first. Return g_low, du, dz and dkv, rows
+    (A, K B, .). This also leaves da and delta in chunk.attention. g and dz are in float32 or
+    better. g_low and dz_low are copies of them in the dtype of products, in which du and dkv are,
+    too."""
     pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv_part]
     ropes, y_parts, z_parts, k_parts = (each_position(tensors, wave.K) for tensors in (
         chunk.rope, chunk.y_parts, chunk.z_parts, chunk.k_parts))
@@ -446,7 +452,7 @@ def input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step):
     attention, rope = chunk.attention, chunk.rope
     dq, *d_temp = outside_backward(wave, *chunk.temp, attention, pairs, d_pairs, step)
     dq = dq + attention.query_grad()  # (B7)
-    d_temp = (d.unflatten(2, (wave.G, -1)).sum(3) for d in d_temp)  # Q queries share a pair
+    d_temp = (d.unflatten(2, (wave.G, -1)).sum(3) for d in d_temp)  # over Q heads
     dq, dk_temp, dv_temp = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))  # (A, K, B, heads, D)
     dq, dk_temp = (rotated_back(d, rope) for d in (dq, dk_temp))
     if chunk.q_parts:  # the gradient of nk needs dk of the persistent pairs, too
@@ -499,8 +505,7 @@ class ChunkAttention:
         # (K, Z, 1, D): each position is contiguous, so that baddbmm_ is one call.
         by_key = (x.permute(3, 0, 1, 2, 4).reshape(K, Z, 1, D) for x in (dk, dv))
         self.dk, self.dv = map(torch.Tensor.contiguous, by_key)
-        by_position = (x.flatten(1, 2) for x in wave.by_position(q, out, lse))
-        self.q_scaled, out, lse = by_position  # (Z, K Q, .)
+        self.q_scaled, out, lse = (x.flatten(1, 2) for x in wave.by_position(q, out, lse))
         scores = torch.bmm(self.q_scaled, self.k.mT)  # (Z, K Q, K)
         bias = wave.bias.expand(H, K, K).unflatten(0, (wave.G, self.Q)).transpose(1, 2)
         scores.view(A * B, wave.G, K, self.Q, K).add_(bias)

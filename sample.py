@@ -1,6 +1,6 @@
 """
-This program continues prompts with a trained model. One decoding loop serves all models, because it
-only calls their forward pass with a cache.
+This program continues prompts with a trained model. One decoding loop serves all models, because
+each has a cache, a forward pass with it, and a limit of its context.
 
     python sample.py out/gpt_tiny                           500 tokens, printed as they come
     python sample.py out/gpt_tiny prompt="def main(" temperature=0.7 top_p=0.95
@@ -30,7 +30,7 @@ from decoding import next_tokens
 class Decoding(Options):
     """The options of every command that decodes."""
     device: str = "auto"            # auto (cuda, mps or cpu, in this order) | cpu | mps | cuda:N
-    dtype: str = choice("auto", "float32", "bfloat16")  # weights, cache; auto: as train.py
+    dtype: str = choice("auto", "float32", "bfloat16")  # of weights and cache; auto: as train.py
     fast: bool = True               # false: naive code where decoding has it, no CUDA graph
 
 
@@ -40,7 +40,7 @@ class Sampling(Decoding):
     max_new_tokens: int = 500       # tokens to write after a prompt
     temperature: float = 0.8        # 0: the likeliest token; 1: the model's distribution
     top_k: int = 0                  # sample among the k likeliest tokens (0: all)
-    top_p: float = 1.0              # sample among the fewest tokens whose probabilities sum to this
+    top_p: float = 1.0              # sample among the fewest tokens that together have this much
     stop: bool = True               # end at the end-of-text token
     seed: int = 1337                # of the random numbers of sampling
 
@@ -60,7 +60,7 @@ class SampleConfig(Sampling):
         self.between(num_samples=(1, 1 << 16))
 
 
-# ---- checks: serve.py and lab/eval.py use them, too ----
+# ---- checks, which serve.py, lab/page.py and lab/eval.py use, too ----
 
 NOT_FINITE = "the model's logits are not finite: its weights, or its sizes, are broken"
 
@@ -227,8 +227,8 @@ def main(argv):
     check_prompts(prompts, tokenizer.vocab_size)
     limit, longest = model.context_limit, max(map(len, prompts))
     if limit and longest > limit:
-        print(f"the prompt has {longest} tokens: cropped to its last {limit} (block_size)",
-              file=sys.stderr)
+        print(f"the longest prompt has {longest} tokens: prompts are cropped to their last {limit} "
+              "(block_size)", file=sys.stderr)
     start = time.perf_counter()
     prompts = [ids for ids in prompts for _ in range(cfg.num_samples)]
     steps = stream(model, prompts, cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p,

@@ -24,9 +24,9 @@ sequence stands for a request's tokens. share=sequence of model_mor.py is someth
 
 Batching over depth is possible because all loops use the same stored blocks. In relaxed each row
 adds the deltas of its own loop. In mor all loops use the same blocks only with share=cycle and
-share=middle_cycle, and other models are refused. Bae et al. (2024, 2410.20672, Section 2.4) call
-this continuous depth-wise batching, and they simulate it with exits that an oracle chooses. Up to
-rounding, each answer is what its request would get alone.
+share=middle_cycle. Other values of share, and kv=share, are refused. Bae et al. (2024, 2410.20672,
+Section 2.4) call this continuous depth-wise batching, and they simulate it with exits that an
+oracle chooses. Up to rounding, each answer is what its request would get alone.
 
 Words.
 
@@ -77,8 +77,8 @@ from sample import (Decoding, Sampling, check_finite, check_prompts, read_prompt
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to continue, and its answer so far. max_new_tokens is at least 1, and the prompt's
-    length and max_new_tokens together are at most the engine's max_len."""
+    """A prompt to continue, and its answer so far. If it is decoded, max_new_tokens is at least 1,
+    and the prompt's length and max_new_tokens together are at most the engine's max_len."""
     prompt: list                    # token ids
     max_new_tokens: int
     id: object = None
@@ -86,7 +86,7 @@ class Request:
     generator: torch.Generator = None               # its own random numbers for sampling
     tokens: list = field(default_factory=list)      # the answer, without end-of-text
     exits: list = field(default_factory=list)       # the loop after which each was predicted
-    reason: str = None              # why it has ended: stop (end-of-text was chosen) or length
+    reason: str = None              # stop (end-of-text), length, or a reason of lab.page
 
 
 @dataclass(eq=False)
@@ -136,8 +136,8 @@ class Engine:
     max_len tokens (None: the model's limit or, without one, 8 times block_size).
 
     This is the life of the tokens 0 to 3 in relaxed, with three loops and a prompt of two tokens.
-    In a slot's `unfinished`, as it is before each step, 2:1 is the token at position 2, which has
-    taken 1 loop:
+    The column `unfinished` has the slot's list before each step. In it 2:1 is the token at position
+    2, which has taken 1 loop so far:
 
         step  loop  unfinished   what happens
         1     1     0:0 1:0      the prompt takes loop 1
@@ -147,9 +147,9 @@ class Engine:
         5     1     2:1 3:0      3 takes loop 1 alone; it does not exit, as it is not sure
         6     2     2:1 3:1      both take loop 2, where 3 attends to the keys of 2
         7     3     2:2 3:2      both take loop 3 and are done; 3 predicts token 4"""
-    # A slot that runs more tokens than this has a call of its own (see run_layers). With MANY = 1,
-    # serving takes 14 % longer if prompts have 4 to 16 tokens. Without a limit it takes 14 % longer
-    # if prompts have 40 to 120 tokens.
+    # A slot that runs more than MANY tokens in a step has a call of its own (see run_layers). The
+    # value was measured: with MANY = 1, serving takes 14 % longer if prompts have 4 to 16 tokens.
+    # Without a limit it takes 14 % longer if prompts have 40 to 120 tokens.
     MANY = 16
 
     def __init__(self, model, slots, max_len=None, batching="depth", exit="", fill="exact",
@@ -158,7 +158,7 @@ class Engine:
         if not 1 <= slots <= 4096:
             raise UserError(f"slots={slots} must be at least 1 and at most 4096")
         if (exit or fill != "exact") and self.adapter.routed:
-            raise UserError("exit and fill are for relaxed: in a mor the router decides")
+            raise UserError("exit and fill are for relaxed, and this model is a mor")
         self.batching, self.eot, self.vocab_size = batching, eot, vocab_size
         self.rule, self.propagate = exit_rule(exit, self.n_loop), fill == "propagate"
         self.slots = [Slot(n) for n in range(slots)]
@@ -169,7 +169,7 @@ class Engine:
     def make_cache(self, cfg, dtype):
         """Make the lanes: keys and values of (lanes, 2, G, max_len, D) for each layer of a loop.
 
-        The slot with number s has lane s + (loop - 1) * len(slots) for a loop. taken (lanes,
+        Loop number i of slot number s has the lane s + (i - 1) * len(slots). taken (lanes,
         max_len) says at which positions a lane has keys. mor's first and last layer, with numbers
         -2 and -1, have the lanes of loop 1 alone, because all tokens take both.
 
@@ -219,8 +219,8 @@ class Engine:
     @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     @torch.inference_mode()
     def step(self):
-        """Run one loop of all slots or, in sequence batching, of the slots that have taken the
-        most. Return the requests that end."""
+        """Run one loop of all slots. In sequence batching, run only those whose newest tokens have
+        taken the most loops. Return the requests that end."""
         # 1. Choose the slots that run. In sequence batching a slot that is back at loop 1 waits for
         # the others. lab.page also makes steps without a busy slot, for which max has a default.
         slots, adapter = self.busy(), self.adapter
@@ -262,7 +262,7 @@ class Engine:
 
         Slots share one call, in which each token is a row (T = 1) and has a copy of its slot's
         keys. A slot with more than MANY tokens has a call of its own, in which it is one row
-        (B = 1). Its tokens are those of a long prompt, or most of them have exited before."""
+        (B = 1). Such a slot runs a long prompt, or a token together with many that have exited."""
         # The tokens of a slot stand together.
         slots = [list(its) for _, its in itertools.groupby(tokens, lambda token: token.slot)]
         calls = [(len(its), its) for its in slots if len(its) > self.MANY]
@@ -344,10 +344,10 @@ def exit_rule(exit, n_loop):
 class SlotContext:
     """The attention context of a call of B rows of T tokens takes the place of model_gpt's Context.
 
-    All tokens of a row belong to one slot and are in the same loop. This is `loop` or, if loop is
-    None, the next loop that they have not taken. A token attends to itself and to the earlier
-    tokens of its slot that took this loop. The bias is only a mask, because relaxed and mor have
-    neither ALiBi nor a window."""
+    All tokens of a row belong to one slot and are in the same loop. The number of this loop is the
+    argument `loop`. If that is None, it is one more than the number of loops that the tokens have
+    taken. A token attends to itself and to the earlier tokens of its slot that took this loop. The
+    bias is only a mask, because relaxed and mor have neither ALiBi nor a window."""
 
     def __init__(self, engine, tokens, T, loop=None):
         self.tokens, self.kv = tokens, engine.kv
@@ -378,10 +378,11 @@ class SlotContext:
 
 
 # ---- the models: what the engine asks of them ----
-# `routed` of an adapter says whether a router decides which tokens exit. go_on(tokens) returns the
-# tokens that take another loop. before_loops, run_loop, write_keys and after_loops take states x
-# (B, T, C) and their SlotContext, whose rows may be in different loops, and return the next states.
-# before_loops, write_keys or after_loops is None where a model has no use for it.
+# `routed` of an adapter says that exit= and fill= mean nothing, as in mor, where a router decides
+# which tokens exit, or none does (router=none). go_on(tokens) returns the tokens that take another
+# loop. before_loops, run_loop, write_keys and after_loops take states x (B, T, C) and their
+# SlotContext, whose rows may be in different loops, and return the next states. before_loops,
+# write_keys or after_loops is None where a model has no use for it.
 
 class RelaxedAdapter:
     routed, before_loops, after_loops = False, None, None
@@ -577,8 +578,8 @@ def read_request(line, n, model, tokenizer, cfg):
 
 
 def generator(seed, n, device):
-    """Return the random numbers of the n-th request. They depend on seed and n alone, so that they
-    are the same whatever other requests there are."""
+    """Return the random number generator of the n-th request. Its numbers depend on seed and n
+    alone, so that they are the same whatever other requests there are."""
     [word] = np.random.SeedSequence([seed, n]).generate_state(1, np.uint64).tolist()
     return torch.Generator(device).manual_seed(word >> 1)       # a seed has 63 bits
 
@@ -592,7 +593,7 @@ def in_colours(r, tokenizer):
     # stream yields one piece more than there are tokens, which is the rest of an unfinished
     # character. It gets loop 1's colour.
     pieces = zip(tokenizer.stream(r.tokens), [*r.exits, 1])
-    codes = 34, 32, 31, 35, 36, 33          # blue, green, red as in lab.page, and others
+    codes = 34, 32, 31, 35, 36, 33          # blue, green, red, and others
     new = [f"\033[{codes[(loop - 1) % 6]}m{text}\033[0m" for text, loop in pieces]
     return tokenizer.decode(r.prompt) + "".join(new)
 

@@ -1,2 +1,2 @@
 """The commands share these files: options, checkpoints, data, tasks, tokenizers, optimizers,
-devices, sharding, and the formats of Hugging Face."""
+devices, sharding, the log of a run, and the formats of Hugging Face."""

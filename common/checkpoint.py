@@ -72,10 +72,10 @@ def save_checkpoint(path, state):
 # ---- loading ----
 
 def load_checkpoint(path):
-    """Return the last state of a run's folder, or the state in a file, on the CPU. Raise
-    OSError if there is none, and UserError if the file is damaged or not one of ours. The SHA-256
-    covers every byte of the state, and the unpickler runs no code. A field that the model's Config
-    no longer has is dropped, and a note tells this."""
+    """Return the last state of a run's folder, or the state in a file, with tensors on the CPU.
+    Raise OSError if there is none, and UserError if the file is damaged or not one of ours. The
+    SHA-256 covers every byte of the state, and the unpickler runs no code. A field that the model's
+    Config no longer has is dropped, and a note tells this."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     try:
         with naming(path), open_file(path) as f, warnings.catch_warnings(action="ignore"):
@@ -100,7 +100,8 @@ def load_checkpoint(path):
 
 
 def stamp(path):
-    """Return the SHA-256 at the end of a checkpoint, or None if there is no such file."""
+    """Return the SHA-256 at the end of a checkpoint, which identifies it, or None if there is no
+    such file."""
     with contextlib.suppress(FileNotFoundError), open_file(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 32))
         return file.read()
@@ -131,7 +132,7 @@ def build_model(ckpt, **overrides):
         raise UserError(first_line(e)) from e
     try:
         model = module.Model(cfg)
-        if "converts" in ckpt:                  # the weights are another model's
+        if "converts" in ckpt:                  # the weights are another model's (as_weights_of)
             if module.convert(model, ckpt["weights"]) is not None:
                 raise TypeError("convert writes into the model and returns nothing")
         else:
@@ -143,7 +144,7 @@ def build_model(ckpt, **overrides):
 
 
 def fingerprint(ckpt) -> str:
-    """Return the SHA-256 of a checkpoint's model, its Config and its weights, which are all that
+    """Return the SHA-256 of a checkpoint's model name, Config and weights, which are all that
     decides what it computes."""
     found = hashlib.sha256(json.dumps([ckpt["model"], ckpt["model_config"]]).encode())
     for name, w in sorted(ckpt["weights"].items()):
@@ -164,9 +165,9 @@ def load_run(path, device="cpu", dtype="float32", **overrides):
 
 def load_start(start):
     """Return the checkpoint that a call of train.py starts from, or None. The TrainConfig `start`
-    says which one. It is changed to what is done: resume=auto becomes true or false, and init_from
-    becomes empty if the checkpoint is the run's own. Its entry "stamp" tells train.py whether
-    another job has saved a newer one before the folder was locked."""
+    says which one, and is changed to what is done: resume=auto becomes true or false, and init_from
+    becomes empty if the checkpoint is the run's own. Then the checkpoint has an entry "stamp", by
+    which train.py sees whether another job has saved a newer one before the folder was locked."""
     own = start.folder / "ckpt.pt"
     if start.eval_only and start.init_from:
         start.resume = "false"

@@ -1,7 +1,7 @@
 """
 The data of a run. This file finds the folder of a data set, reads its token files, and cuts batches
-from them. With the same data and options, a batch depends only on (seed, step). lab/eval.py also
-finds here which validation text stands in the training text.
+from them. With the same data and options, a batch depends only on (seed, step). prepare.py and
+lab/eval.py also find here which validation text stands in the training text.
 """
 import math
 from pathlib import Path
@@ -26,7 +26,8 @@ def folder_name(cfg):
 
 
 def data_folder(cfg):
-    """Return the folder where the data set of cfg is, or will be made."""
+    """Return the folder where the data set of cfg is, or will be made. dataset= may also be the
+    name of a folder in data_dir that has one."""
     root = Path(cfg.data_dir).expanduser()
     if NAME.fullmatch(cfg.dataset) and (root / cfg.dataset / "meta.json").exists():
         return root / cfg.dataset
@@ -43,8 +44,8 @@ def check_dataset(dataset):
 
 def open_data(cfg):
     """Return {"train": TokenData, "val": TokenData} of a prepared data set. Raise UserError if
-    there is none, or if the folder was made from another data set, because two names may give one
-    folder."""
+    there is none, or if the folder was made from another data set, because folder_name may give two
+    of them one name."""
     folder = data_folder(cfg)
     command = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                          f"data_dir={cfg.data_dir}")
@@ -115,7 +116,7 @@ class TokenData:
 
 # ---- repeated text ----
 
-GRAM = 64           # A stretch of so many tokens that stands in both splits is no coincidence.
+GRAM = 64           # tokens of a stretch; one that stands in both splits is no coincidence
 CHUNK = 1 << 20     # tokens of train that are hashed at once
 
 
@@ -155,9 +156,9 @@ def repeated(val, train) -> np.ndarray:
 # ---- batches ----
 
 def draw(seed, step, n_places, rows, index, accumulation):
-    """Return `rows` random numbers below n_places, drawn with replacement, for micro-batch `index`.
-    All rows of an optimizer step are drawn together, so that it does not matter which process
-    computes which micro-batch."""
+    """Return `rows` random numbers below n_places, drawn with replacement, for micro-batch number
+    `index` of the `accumulation` ones of a step. All rows of an optimizer step are drawn together,
+    so that it does not matter which process computes which micro-batch."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, step]))
     return rng.integers(0, n_places, rows * accumulation)[index * rows:(index + 1) * rows]
 

@@ -46,8 +46,8 @@ def device_name(device):
     return f"{device.type}, {torch.get_num_threads()} threads"
 
 
-# A GPU reaches at most so many floating-point operations a second in dense matrix products of
-# bfloat16, summed in float32, and so many bytes a second from its memory (NVIDIA's data sheets).
+# For each GPU by its name, the most floating-point operations a second in dense matrix products of
+# bfloat16, summed in float32, and the most bytes a second from memory (NVIDIA's data sheets).
 # The names are whole, because variants of one GPU differ. On each of these GPUs, products of
 # float32 in TF32 run at half that rate.
 PEAKS = {"NVIDIA A100-SXM4-40GB": (312e12, 1555e9),
@@ -139,9 +139,10 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self):
-        """Inside stands what may fail in some processes and not in others. If some have a
-        UserError, OSError or MemoryError, the one of least rank raises it, and all others end
-        without a word. (Another error ends its own process, and torchrun then ends the others.)"""
+        """All processes enter this with code that may fail in some and not in others. If some have
+        a UserError, OSError or MemoryError, the one of lowest rank raises it, and all others exit
+        with status 2 and print nothing. (Another error ends its own process, and torchrun then ends
+        the others.)"""
         error = None
         try:
             yield
@@ -160,8 +161,8 @@ class Processes:
 
     def leave(self):
         """End this process after success if it is one of several. It does not wait for the others,
-        because the first process may write a sample for longer than a collective may take. `meet`
-        comes before."""
+        because the first process may write a sample for longer than a collective may take. The
+        caller calls `meet` first."""
         if self.world > 1:
             # DDP and DTensor's caches keep the group alive, and gloo's threads with it. Python's
             # shutdown sometimes aborts on these threads (exit status -6). All files are written, so
@@ -174,10 +175,11 @@ class Processes:
 def stop_request():
     """Yield a list of signals. It is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed)
     asks for a stop after the current step. Further signals change nothing, because timeout,
-    torchrun and schedulers send several, and the state is to be saved. An evaluation and the step
-    after it are not interrupted. SIGKILL ends a run at once, and in an evaluation no step is lost.
-    torchrun sends it 30 seconds after one of these, so that step and save must take less.
-    A signal that was ignored at the start, as SIGHUP is under nohup, stays ignored."""
+    torchrun and schedulers send several, and the state is to be saved. A signal during an
+    evaluation takes effect after the evaluation and one more step. SIGKILL ends a run at once,
+    which in an evaluation loses no step. torchrun sends it 30 seconds after one of these signals,
+    so that step and save must take less. A signal that was ignored at the start, as SIGHUP is under
+    nohup, stays ignored."""
     asked = []
 
     def ask(sig, frame):
@@ -186,7 +188,8 @@ def stop_request():
                 os.write(2, b"\nstopping after this step\n")
         asked.append(sig)
     known = [getattr(signal, name, None) for name in ("SIGTERM", "SIGINT", "SIGHUP")]
-    heard = [sig for sig in known       # Windows has no SIGHUP; None is a handler of a C library
+    # Windows has no SIGHUP. getsignal returns None for a handler of a C library, which stays.
+    heard = [sig for sig in known
              if sig is not None and signal.getsignal(sig) not in (signal.SIG_IGN, None)]
     handlers = {sig: signal.signal(sig, ask) for sig in heard}
     try:

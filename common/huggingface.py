@@ -40,9 +40,9 @@ def from_pretrained(path):
 
 
 def to_pretrained(model, path, eos=None):
-    """Write config.json and model.safetensors as transformers reads them. `unrolled` says which
-    models can be written. Generation stops at the token eos. Raise UserError if no family has
-    what the model has."""
+    """Write config.json and model.safetensors as transformers reads them. A model can be written if
+    it is a gpt, a relaxed, or a mor with router=none and without kv=share. Generation stops at the
+    token eos. Raise UserError if no family has what the model has."""
     model = unrolled(model)
     c = model.cfg
     own = c.qk_norm, c.window > 0, c.mlp, c.scale_embeddings
@@ -79,7 +79,7 @@ FIELDS = {"vocab_size": "vocab_size", "hidden_size": "n_embd",
           "head_dim": "head_dim", "max_position_embeddings": "block_size",
           "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta",
           "tie_word_embeddings": "tie_embeddings"}
-# The first name of an activation is written, all of them are read.
+# The first name of an activation is written. All of them are read.
 ACTS = {"swiglu": ("silu", "swish"),
         "geglu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate")}
 # A family has these values: whether it has qk_norm, whether it has a window, its mlp, and
@@ -189,9 +189,10 @@ def gpt_fields(theirs):
 
 @torch.no_grad()
 def check_same_logits(model, theirs):
-    """Raise ValueError where transformers computes something else: another mask, another scale.
-    Both compute in float32, whose rounding may move the logits of a deep model by more than 1e-5.
-    How much more is measured: the last bit of the embeddings is changed at random."""
+    """Raise ValueError where transformers computes something else: another mask, another scale. The
+    first 256 positions are compared, so that a window of 256 keys or more is not tested. Both
+    compute in float32, whose rounding may move the logits of a deep model by more than 1e-5. How
+    much more is measured: the last bit of the embeddings is changed at random."""
     V, T = model.cfg.vocab_size, min(256, model.cfg.block_size)
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(V, (1, T), generator=generator)
@@ -216,10 +217,10 @@ UNREAD = {"_name_or_path", "architectures", "dtype", "transformers_version", "ro
 
 # ---- tokenizers ----
 
-# An end-of-text token is one of these where a model's files name none.
+# If a model's files name no end-of-text token, it is the first of these in the vocabulary.
 EOS_TOKENS = "<|endoftext|>", "</s>", "<|end_of_text|>"
-# Every byte of UTF-8 stands in one of these characters, and so do capitals, digits and quotes of
-# all kinds. Tokenizers often change the last ones.
+# Together these characters have every byte of UTF-8, and there are capitals, digits and quotes of
+# all kinds. Tokenizers often change those from 0x301 on.
 CODES = [*range(0x100), *range(0x100, 0x1000, 64), *range(0x1000, 0x10000, 4096),
          *range(0x10000, 0x110000, 0x40000), 0x100000, 0x301, 0x212b, 0xfb01, 0xff21, 0x338f,
          0x2026, 0x201c, 0x201d, 0x3000, 0x200b, 0x200d, 0x2028, 0xfeff, 0xfffd, 0x2581]
@@ -250,9 +251,9 @@ def hf_tokenizer(name) -> HFTokenizer:
 
 
 def read_tokenizer(text, eos=None) -> HFTokenizer:
-    """Return the tokenizer of a tokenizer.json. Truncation, padding, dropout and what adds
-    special tokens are left out, because ids must depend on the text alone. eos is the end-of-text
-    token, which is found among EOS_TOKENS where it is None."""
+    """Return the tokenizer of a tokenizer.json. Truncation, padding, dropout and the
+    post_processor, which adds special tokens, are left out, because ids must depend on the text
+    alone. eos is the end-of-text token, which is found among EOS_TOKENS where it is None."""
     data = {**json.loads(text), "truncation": None, "padding": None, "post_processor": None}
     data["model"].pop("dropout", None)
     library = need("tokenizers").Tokenizer.from_str(json.dumps(data))
@@ -271,7 +272,8 @@ def hub_folder(name, files) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    runs = folder.parent.glob("*/log.jsonl")  # A name beside runs, as out/gtp_tiny, is a slip.
+    # A missing name in a folder of runs, such as out/gtp_tiny, is a typing error and no hub name.
+    runs = folder.parent.glob("*/log.jsonl")
     if folder.exists() or any(runs) or not HUB_NAME.fullmatch(str(name)):
         raise UserError(f"{name} is neither a folder nor a hub name (owner/name)")
     hub = need("huggingface_hub")
@@ -314,7 +316,7 @@ EXPORTED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_con
 
 def save_tokenizer(tokenizer, folder):
     """Write tokenizer.json and tokenizer_config.json for transformers, where "<|endoftext|>" is
-    one token. Returns False for the kinds that are no BPE of bytes, which are char and the numbers
+    one token. Return False for the kinds that are no BPE of bytes, which are char and the numbers
     of tasks."""
     if tokenizer.kind not in ("byte", "bpe", "hf"):
         return False

@@ -20,21 +20,23 @@ SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
 class Log:
     """A Log writes log.jsonl and the progress bar, or lines on stderr in the bar's place. Only the
     first process has one. A resumed run drops the lines that its checkpoint does not know of, which
-    a killed run has written. On known GPUs the lines have mfu (model FLOPs utilization), the
-    fraction of the GPUs' peak that the model's FLOPs reach."""
+    a killed run has written. Among them are evaluations after `evaluated`, which are made again. On
+    known GPUs the lines have mfu (model FLOPs utilization), the fraction of the GPUs' peak that the
+    model's FLOPs reach."""
 
     def __init__(self, run):
         self.run, self.path = run, run.folder / "log.jsonl"
         rows = read_log(self.path) if run.step else []
-        rows = [row for row in rows         # lines of training steps have "lr"
+        rows = [row for row in rows         # lines of training steps have "lr", and others not
                 if row["step"] <= (run.step if "lr" in row else run.evaluated)]
         replace_file(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
-        # None disables the bar if stderr is no terminal. Some terminals have no columns to show it.
+        # True hides the bar, as where a terminal has no columns. With None tqdm hides it if stderr
+        # is no terminal.
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step",
                         disable=no_columns() or None, dynamic_ncols=True, file=sys.stderr)
-        self.lap = time.perf_counter(), run.tokens              # since the last line of a step
-        self.told = *self.lap, run.step                         # since the last sign of life
+        self.lap = time.perf_counter(), run.tokens              # at the last line of a step
+        self.told = *self.lap, run.step                         # at the last sign of life
         self.torn = ""          # a line break after a line that could not be written whole
         # All GPUs together do `peak` operations a second at most. Products of float32 use TF32.
         # peak is None for an unknown GPU or a CPU.

@@ -15,17 +15,17 @@ from common.options import UserError
 from common.sharded import is_sharded, sharded_like
 
 # nanochat's groups, as the LRT paper has them (Appendix A). They are used if optimizer=muon and the
-# model has nanochat_rates, as LRT does. Each kind has AdamW's learning rate, in units of
-# learning_rate, and beta1. alpha and beta are LRT's factors of x and x0. by_kind says what matrix,
-# embedding and scalar are, and parameter_kinds of model_lrt.py has the others. The paper counts
-# gates as scalars. At the paper's learning_rate, 0.004, scalars learn at 125 * 0.004 = 0.5. At this
-# rate the input of a gate's sigmoid would move by many units a step, because it is a sum over all
-# channels. So here gates learn at the rate that the head has at width 768. Muon is torch's, without
-# nanochat's additions.
+# model has nanochat_rates, as LRT does. The two numbers of a kind are AdamW's learning rate, as a
+# multiple of learning_rate, and its beta1. alpha and beta are LRT's factors of x and x0. by_kind
+# says what matrix, embedding and scalar are, and parameter_kinds of model_lrt.py has the others.
+# The paper counts gates as scalars. At the paper's learning_rate, 0.004, scalars learn at
+# 125 * 0.004 = 0.5. At this rate the input of a gate's sigmoid would move by many units a step,
+# because it is a sum over all channels. So here gates learn at the rate that the head has at width
+# 768. Muon is torch's, without nanochat's additions.
 NANOCHAT = dict(embedding=(75, 0.8), head=(1, 0.8), gate=(1, 0.8), alpha=(1.25, 0.8),
                 beta=(125, 0.96), scalar=(125, 0.8))
 MOMENTUM = 0.95     # Muon's momentum (see muon_momentum_steps)
-STACK = 2 ** 26     # Muon stacks at most so many numbers, because a step holds about five stacks
+STACK = 2 ** 26     # the most numbers in one stack of Muon, because a step holds about five stacks
 
 
 def make_optimizers(model, cfg):
@@ -39,8 +39,8 @@ def make_optimizers(model, cfg):
 
 def load_optimizers(optimizers, states, step, cfg):
     """Restore the optimizers' moments after `step` steps. Their settings are not restored, because
-    options may change on resume. The schedules are set as they were in the last step, so that a
-    checkpoint that is saved before the next step is the same, bit for bit."""
+    options may change on resume. The schedules are set as they were for the last step that was
+    taken, so that a checkpoint that is saved before the next step is the same, bit for bit."""
     settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
     sizes = lambda groups: [len(group["params"]) for group in groups]
     if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:
@@ -110,8 +110,9 @@ def nanochat_groups(model, cfg):
 
 def by_kind(model):
     """Return {kind: parameters}. "matrix" is a matrix in a block. "embedding" is an embedding in a
-    block or any matrix outside of the blocks. "scalar" is a parameter that is no matrix. The
-    model's parameter_kinds, {part of a parameter's name: kind}, overrides these rules."""
+    block or any matrix outside of the blocks. "scalar" is any other parameter: a number, a vector
+    or a tensor of three dimensions. The model's parameter_kinds, {part of a parameter's name:
+    kind}, overrides these rules."""
     kinds, named = {}, getattr(model, "parameter_kinds", {})
     inside = {id(p) for block in blocks_of(model) for p in block.parameters()}
     inside -= {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -234,7 +235,7 @@ def lr_factor(step, cfg):
 
 
 def loop_starts(model_cfg, max_steps):
-    """Return for each loop of a model's blocks the step at which it begins to run. The steps are
+    """Return for each loop of a model's blocks after how many steps it begins to run. The steps are
     spread evenly over the first loop_warmup * max_steps steps, and no loop begins after the last
     step. A model without loops counts as one loop."""
     R = getattr(model_cfg, "n_loop", 1)
@@ -243,8 +244,9 @@ def loop_starts(model_cfg, max_steps):
 
 
 def set_budget(cfg, model):
-    """Set max_steps if max_flops is given. Raise UserError if it is less than one step. (If a run
-    is resumed with steps of another size, its earlier steps count as if they had this size.)"""
+    """Set max_steps if max_flops is given. Raise UserError if max_flops is less than one step. (If
+    a run is resumed with steps of another size, its earlier steps count as if they had this
+    size.)"""
     # costs[r] is the FLOPs of a step in which r loops run. With loop_warmup the first steps run one
     # loop, and loop_starts says when further ones begin. A model without loops counts as one loop.
     costs = [0.0]

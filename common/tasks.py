@@ -45,9 +45,9 @@ two pairs:
 s3 (6, T 32), s5 (120, T 32). These tasks track a state. Tokens are permutations of 3 or 5 elements,
 numbered as itertools.permutations lists them. A target is the composition of all tokens so far, of
 which the first is applied first. (Attention without absolute positions gives the same after p and
-after p p, because it averages equal values. The two targets differ, unless p is the identity. Five
-of the 36 pairs of first tokens are such, so that a plain Transformer gets at most 31 of 36 rows of
-s3 wholly right.)
+after p p, because it averages equal values. The two targets differ, unless p is the identity. In
+five of the 36 pairs of first and second token both are the same and not the identity, so that a
+plain Transformer gets at most 31 of 36 rows of s3 wholly right.)
     inputs    1  2  2  5
     targets   1  3  1  4
 
@@ -62,8 +62,8 @@ s3 and s5 are from "The Illusion of State in State-Space Models" (Merrill et al.
 like RULER's multi-key, multi-query retrieval (Hsieh et al. 2024).
 
 Where this file differs from MAD's code:
-- recall. The last pair of an example came before and is whole; MAD drops its value.
-- fuzzy_recall. An example holds as many pairs as fit.
+- recall. The last key of an example came before, and its value follows it. MAD drops this value.
+- fuzzy_recall. An example takes pairs until one does not fit.
 - selective_copying. The seed also draws the blanks.
 - compression. The task is missing, because its decoder is not the model's head.
 - Training. It scores what validation scores, while MAD scores every next token of the recall tasks.
@@ -83,7 +83,7 @@ from common.options import UserError
 from common.tokenizer import TaskTokenizer
 
 VAL_EXAMPLES = 1280
-MOST_TOKENS = 1 << 27   # so many are held in memory
+MOST_TOKENS = 1 << 27   # the most tokens of examples that are held in memory
 # A seed ends in one of these words, so that no two kinds of draws share random numbers. No word is
 # 0, because to numpy the seeds [seed, step] and [seed, step, 0] are the same. The seeds of forward
 # passes end in 1 (train.seed_forward).
@@ -96,7 +96,7 @@ def recall(rng, T, noise=0.0):
     pairs = T // 2
     keys, value_of = rng.integers(0, 8, pairs), rng.integers(8, 16, 8)
     noisy = rng.random(pairs) < noise
-    noisy[[rng.integers(pairs - 1), -1]] = False    # the last pair, and a pair it can ask for
+    noisy[[rng.integers(pairs - 1), -1]] = False    # the last pair, and one that it can ask for
     keys[-1] = rng.choice(np.unique(keys[:-1][~noisy[:-1]]))
     tokens = np.stack([keys, value_of[keys]], 1)    # (pairs, 2)
     tokens[noisy] = rng.integers(16, 32, (noisy.sum(), 2))

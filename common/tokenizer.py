@@ -18,7 +18,7 @@ MAX_BPE = 1 << 18
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character in UTF-16
 MARK = "\U0010ffff"  # no token holds this character
-# So many characters are encoded at once, because tiktoken's stack overflows on 10^6 spaces.
+# The most characters that are encoded at once, because tiktoken's stack overflows on 10^6 spaces.
 SLICE = 1 << 16
 # Text is split into these pieces before byte pairs are merged, and no merge crosses them. This is
 # GPT-4's pattern with two changes: a contraction does not begin a longer word ('data), and a word
@@ -41,8 +41,8 @@ class Tokenizer:
     the ids of a slice of a text, as an array (but for TaskTokenizer, which has encode), and
     spell(ids) returns the bytes of ids. No text is encoded as end-of-text: "<|endoftext|>" is
     thirteen characters like any other."""
-    # Ids that `after` and `stream` decode in front of theirs, because some tokenizers treat the
-    # first token of a text in another way (see HFTokenizer).
+    # `after` and `stream` put these ids before those that they decode, and cut their text off
+    # again, because some tokenizers treat a text's first token in another way (see HFTokenizer).
     anchor = ()
 
     def __init__(self, vocab_size, eot, kind, /, **made_of):
@@ -61,13 +61,13 @@ class Tokenizer:
         return [i for ids in parts for i in ids.tolist()]
 
     def decode_bytes(self, ids) -> bytes:
-        """Return the bytes of ids. End-of-text has none. The bytes may end inside a character. The
-        kind hf then has U+FFFD in place of the part."""
+        """Return the bytes of ids. End-of-text has none. If the bytes end inside a character,
+        the kind hf gives U+FFFD for the unfinished one."""
         ids = np.asarray(ids, dtype=np.int64)
         return self.spell(ids[ids != self.eot])
 
     def decode(self, ids) -> str:
-        """Return the text that begins with these ids."""
+        """Return the text of ids that stand at the beginning of a text."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def after(self, ids, before=None) -> str:

@@ -157,7 +157,7 @@ def test_the_sample_after_training():
 
 def test_a_long_prompt_is_cropped_and_said(trained, capsys):
     out, err = call(capsys, trained, f"prompt={'abc ' * 20}", "max_new_tokens=4", "temperature=0")
-    assert "80 tokens: cropped to its last 32 (block_size)" in err
+    assert "80 tokens: prompts are cropped to their last 32 (block_size)" in err
     short = call(capsys, trained, f"prompt={('abc ' * 20)[-32:]}", "max_new_tokens=4", "temperature=0")
     assert short.out[32:] == out[80:] and "cropped" not in short.err
 

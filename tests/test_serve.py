@@ -311,7 +311,7 @@ def test_an_engine_in_bfloat16(run, world, capsys, monkeypatch):
 
 @pytest.mark.parametrize("model, options, message", [
     (lambda: looping(module=model_mor, share="sequence"), {}, "share=sequence is not served"),
-    (lambda: looping(module=model_mor, n_layer=5), dict(fill="propagate"), "the router decides"),
+    (lambda: looping(module=model_mor, n_layer=5), dict(fill="propagate"), "this model is a mor"),
     (lambda: looping(module=model_mor, n_layer=5, kv="share"), {}, "kv=share is not served"),
     *((looping, dict(exit=exit), "static:1 to static:3, confidence:P")
       for exit in ("early", "static:0", "static:4", "static:1.5", "confidence:nan", "confidence:2")),
