@@ -561,9 +561,11 @@ def cell(results, what):
     if not values:
         return ""
     text = format(fmean(values), form)
+    lacking = len(values) < len(results) and not name.startswith("speed.")    # see benches
+    few = f" ({len(values)} of {len(results)})" * lacking
     if max(values) - min(values) <= 1e-6 * abs(max(values)):    # equal but for rounding
-        return text
-    return f"{text} ± {format(stdev(values), form.strip('+'))}"
+        return text + few
+    return f"{text} ± {format(stdev(values), form.strip('+'))}{few}"
 
 
 def table(experiment, rows):
