@@ -11,14 +11,15 @@ ratios of README.md and lab/RESULTS.md come from here.
 
 A model's options are those of train.py, and its sizes start from configs/<model>_tiny.yaml as in
 train.py. As there, compile= decides whether training is compiled or replayed as a CUDA graph. It
-chooses the first of the modes compiled, graph and eager, and those after it are measured, too.
-Decoding goes through graphs.decoder, as in sample.py. device=, batch_size= and optimizer= hold,
-too, but the other options of training have no effect, because a step is one micro-batch and dtype
-is auto. The options of our tables are in lab/experiments/speed.yaml, and those of the papers' sizes
-are in gpu_speed.yaml.
+chooses the first of the modes compiled, graph and eager, and the later modes are measured, too.
+Decoding goes through graphs.decoder, as in sample.py. device=, dtype=, batch_size=, optimizer= and
+tokenizer= (the size of its vocabulary) hold, too. The other options of training have no effect. A
+step is one micro-batch, and its gradients are clipped at 1. The options of our tables are in
+lab/experiments/speed.yaml, and those of the papers' sizes are in gpu_speed.yaml.
 
 Each line names the measurement, its mode, and a case. Then come these numbers:
-    ms          the time of a step, the median over rounds
+    ms          the time of a step, the median over rounds; a step is one update, one decoded token
+                of each row, one prefill or, with requests, one token of an answer
     MiB         the most memory that the case holds during a call (see peak_memory)
     x           the time of a step as a multiple of the baseline's; less than 1 is faster
     tokens/s    the tokens of all rows in a second
@@ -55,7 +56,8 @@ import graphs
 import kernels
 from common.checkpoint import build_model, check_tokenizer, load_run, load_start
 from common.data import open_data
-from common.device import compiles, device_name, gpu_peaks, pick_device
+from common.device import (autocast, compiles, device_name, gpu_peaks, pick_device,
+                           precision)
 from common.options import (Options, UserError, merge, model_module, names, run_cli, split_args,
                             typed_config)
 from common.optim import make_optimizers
@@ -92,12 +94,12 @@ class Call:
 
 def compare(cases, setup, device, rounds=None):
     """Time the cases {name: case}, and print a line for each. The first case is the baseline.
-    setup(case) returns {title: Call}. Return {title: {name: milliseconds of a step}}. `rounds` is 9
-    on a CPU and 3 on a GPU if it is not given.
+    setup(case) returns {title: Call}. Return {title: {name: milliseconds of a step}}. `rounds` is
+    the number of rounds after the warm-up. Its default is 9 on a CPU and 3 on a GPU.
 
-    On a CPU the cases take turns, so that a noisy neighbour slows all alike. On a GPU they come one
-    after the other, so that each has the memory for itself. A case that does not fit is named in a
-    line."""
+    On a CPU the cases are one group and take turns, so that a noisy neighbour slows all alike. On a
+    GPU each case is a group of its own, so that it has the memory for itself. A group that does not
+    fit is left out, and a line names its first case."""
     gpu, bases, found = device.type == "cuda", {}, {}
     rounds = WARM_UP + (rounds or (3 if gpu else 9))
 
@@ -271,9 +273,9 @@ def recordable(device):
 
 
 def training_modes(cfg, device):
-    """Return the modes in which training is measured, from compiled, graph and eager. Each mode has
-    ratios of its own. train.py takes the first mode. compile=graph leaves out compiled, and
-    compile=false leaves out both compiled and graph."""
+    """Return the modes in which training is measured, from compiled, graph and eager. train.py
+    takes the first of them. A ratio compares cases in the same mode. compile=graph leaves out
+    compiled, and compile=false leaves out both compiled and graph."""
     modes = ["compiled"] if compiles(cfg, device) else []
     modes += ["graph"] if cfg.compile != "false" and recordable(device) else []
     return modes + ["eager"]
@@ -284,8 +286,9 @@ PARTS = "forward + backward", "training step"
 
 def training(model, device, cfg, mode, parts=PARTS, note=""):
     """Return {title: Call} of the parts. A part is a forward and backward pass on a fixed random
-    batch, or the same with clipping and the optimizer's step. There is no part if mode is graph and
-    the model is mor with router=token, because that reads a tensor on the host."""
+    batch, or the same with clipping and the optimizer's step. `note` stands in the titles. The
+    result is empty if mode is graph and the model is mor with router=token, because that model
+    reads a tensor on the host."""
     if mode == "graph" and getattr(model.cfg, "router", "") == "token":
         return {}
     if device.type == "cuda":   # train.py sets this too
@@ -296,7 +299,7 @@ def training(model, device, cfg, mode, parts=PARTS, note=""):
     idx = torch.randint(0, model.cfg.vocab_size, size, device=device)
 
     def backward(x, y):
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with autocast(cfg, device):
             loss = forward(x, y)[1]
         loss.backward()
         return [loss.detach()]
@@ -329,15 +332,15 @@ NEW = 8         # tokens that one call decodes
 def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
     """Return the Call that decodes the last `new` of T tokens of each row, one after the other. The
     tokens are those of idx, or random ones. Its `prepare` fills the cache with the tokens before
-    these. LRT fills the cache by Algorithm 1, because `prepare` is not timed and the exact chain is
-    slow."""
+    these. `prepare` is not timed, and LRT's exact chain is slow, so that LRT fills the cache by
+    prefill=interleaved. With new=1 bench_decoding times `prepare` itself, and LRT keeps the prefill
+    of its config."""
     if device.type == "cuda":   # sample.py has this setting
         torch.set_float32_matmul_precision("highest")
     model, start = model.to(device).eval(), max(1, T - new)
     if idx is None:
         idx = torch.randint(0, model.cfg.vocab_size, (rows, T), device=device)
     idx = idx[:rows]
-    # With new=1 bench_decoding times `prepare`, and so LRT keeps the prefill of its config.
     if new > 1 and getattr(model.cfg, "prefill", "") == "exact" and model.cfg.has_chain:
         model.cfg = replace(model.cfg, prefill="interleaved")
     cache = model.init_cache(rows, T)
@@ -355,7 +358,8 @@ def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
     def decode(step):
         for at in range(start, T):
             step(idx[:, at:at + 1])
-    # Inference mode would hide the operators inside of an operator, so that counting goes without.
+    # Inference mode would hide the operators that an operator calls, so that count() runs under
+    # no_grad.
     plain = Call(partial(torch.no_grad()(decode), eager), prefill, steps=T - start)
 
     def count():
@@ -368,15 +372,16 @@ def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
 
 # ---- models ----
 
-# {model: {row: options}}. The first row is the baseline.
+# {model: {row: options}}. The first row is the baseline. In lrt, the rows "interleaved" also fill a
+# cache by interleaving, and the later rows fill it by the exact chain.
 ROWS = {
     "gpt": {"fast": "fast=true", "naive": "fast=false"},
     "rt": {
         "plain Transformer": "model=gpt mlp=gelu qk_norm=false",
         "without recurrence": "recurrent=false",
-        "wavefront": "schedule=wavefront",      # a CUDA graph on a GPU
-        "tiled": "schedule=tiled",
-        "naive": "schedule=naive"},
+        "wavefront": "recurrent=true schedule=wavefront",       # a CUDA graph on a GPU
+        "tiled": "recurrent=true schedule=tiled",
+        "naive": "recurrent=true schedule=naive"},
     "lrt": {
         "backbone": "memory=false",
         "interleaved, N = 2": "train_path=interleaved subsets=2 prefill=interleaved",
@@ -432,9 +437,10 @@ def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=No
     first mode decodes all batches, and the other modes decode the first batch. Return {name: {case:
     number}} of the first mode."""
     found, rounds = {}, rounds or ((5, 3) if device.type == "cuda" else (36, 9))
-    (first, _), *others = modes = decoding_modes(device)
+    modes = decoding_modes(device)
+    first = modes[0][0]     # a dtype
     for (dtype, mode), rows in [*itertools.product(modes[:1], batches),
-                                *itertools.product(others, batches[:1])]:
+                                *itertools.product(modes[1:], batches[:1])]:
         title = f"decoding batch {rows}, T {T:,}, {str(dtype).removeprefix('torch.')}, {mode}"
         times = compare(cases, lambda case: {
             title: decoding(make(case).to(dtype), device, T, rows, idx, mode=mode)}, device,
@@ -457,7 +463,7 @@ def bench_rat(model_cfg, cfg, device, own=BenchConfig()):
     same number of tokens, 64 block_size, is cut into sequences of block_size tokens, of twice as
     many, and so on. Decoding takes a token of each of batch_size sequences."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kinds = kept({"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "",
+    kinds = kept({"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "mixer=rat",
                   "RNN": "mixer=rnn"}, own.skip)
 
     def make(options):
@@ -483,8 +489,8 @@ def bench_throughput(model_cfg, cfg, device, own=BenchConfig(), new=64):
     T, K, speeds = model_cfg.block_size, model_cfg.chunk, {}
     memory = (torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else
               os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    kinds = {"attention": "mixer=attention swa=0", f"RAT({K})": "swa=0"}
-    kinds |= {f"RAT({K})-SWA": ""} if model_cfg.swa else {}
+    kinds = {"attention": "mixer=attention swa=0", f"RAT({K})": "mixer=rat swa=0"}
+    kinds |= {f"RAT({K})-SWA": "mixer=rat"} if model_cfg.swa else {}
     for name, options in kept(kinds, own.skip).items():
         with device:
             model, rows = build(model_cfg, "rat", options).to(decoding_modes(device)[0][0]), 1
@@ -554,48 +560,48 @@ UNTIED = {"relaxed": "n_loop=1 rank=0 early_exit=none exit_loop=0",
 
 
 def bench_requests(name, model, text, device, own=BenchConfig()):
-    """Time requests that all come to an Engine at once. For batching over depth a line also says
-    what fraction of a bound the speed reaches. The bound is the first case's speed, divided by the
-    fraction of the layers that the tokens take."""
+    """Time requests that all come to an Engine at once. A line about batching over depth also says
+    how near the speed comes to a bound. A token takes only a fraction of the layers, and at the
+    bound it takes only this fraction of the time that a token of the baseline takes."""
     if min(model.context_limit or LONGEST, len(text) - 1) < LONGEST:
         raise UserError(f"requests of {LONGEST} tokens need block_size={LONGEST} or more, and a "
                         f"longer text")
-    cases, answered = kept(serving_cases(name, model, text, device), own.skip), {}
+    all_cases = serving_cases(name, model, text, device)
+    cases, answered = kept(all_cases, own.skip), {}
 
     def answer(case):
         answered[case] = workload(text)
         list(cases[case]().run(answered[case]))
     tokens = sum(request.max_new_tokens for request in workload(text))
     calls = {case: Call(partial(answer, case), steps=tokens, tokens=1) for case in cases}
-    times, _ = take_turns(calls, device, 3)     # a median leaves out the first, which compiles
+    times, _ = take_turns(calls, device, 3)     # the first is slow, and is not the median
+    first, baseline = next(iter(cases)), next(iter(all_cases))
     for case, call in calls.items():
-        first = next(iter(calls))
         tell(f"{REQUESTS} requests, {SLOTS[name]} slots", case, call, times[case], None,
              (first, times[first]), device)
-    for case in [case for case in cases if case.endswith("depth")]:
+    for case in [case for case in cases if case.endswith("depth") and first == baseline]:
         loops = [loop for request in answered[case] for loop in request.exits]
         # A prompt's tokens take all loops of relaxed. The prompt's last token is the first entry of
         # exits. In mor the router decides for them, too, and exits does not say how, so that only
         # the last one counts.
         if name == "relaxed":
             loops += [model.loops_to_run for r in answered[case] for _ in r.prompt[1:]]
-        # The first case of relaxed takes all loops up to exit_loop, and that of mor all layers.
+        # The baseline of relaxed takes all loops up to exit_loop, and that of mor all layers.
         n_loop = model.loops_to_run if name == "relaxed" else model.cfg.n_loop
         outside = getattr(model.cfg, "n_outside", 0) / model.cfg.n_layer
         layers = outside + (1 - outside) * mean(loops) / n_loop
-        speed = median(a / b for a, b in zip(times[next(iter(cases))], times[case]))
+        speed = median(a / b for a, b in zip(times[first], times[case]))
         print(f"  {case}: tokens by loops {loop_fractions(loops, model.cfg.n_loop)}: {layers:.3f} "
               f"of the layers; {layers * speed:.0%} of the bound's speed")
 
 
 def workload(text):
-    """Return the requests, which are the same each time. A request's id says where in the text it
-    starts."""
+    """Return the requests, which are the same each time."""
     rng, requests = random.Random(0), []
     for _ in range(REQUESTS):
         size, new = rng.randint(*PROMPT), rng.randint(*ANSWER)
         at = rng.randrange(len(text) - LONGEST)
-        requests.append(Request(text[at:at + size].tolist(), new, id=at))
+        requests.append(Request(text[at:at + size].tolist(), new))
     return requests
 
 
@@ -668,7 +674,7 @@ def main(argv):
     print(f"{device_name(device)}, torch {torch.__version__}, {model_cfg.n_layer} layers of width "
           f"{model_cfg.n_embd}, batch {cfg.batch_size} x {model_cfg.block_size} tokens, "
           f"vocabulary {model_cfg.vocab_size:,}"
-          + ", training in bfloat16 (autocast)" * (device.type == "cuda"))
+          + ", training in bfloat16 (autocast)" * (precision(cfg, device) == "bfloat16"))
     if ckpt is not None and name in ("relaxed", "mor"):
         trained = SimpleNamespace(**ckpt.get("config", asdict(cfg)))
         check_tokenizer(ckpt, data := open_data(trained)["val"], cfg.init_from)
@@ -679,7 +685,8 @@ def main(argv):
 
 
 def vocabulary(tokenizer):
-    """Return the size of a tokenizer's vocabulary, because no text is read here."""
+    """Return the size of the vocabulary of tokenizer=. A run has it from its data, but lab.bench
+    reads no text."""
     kind, _, size = tokenizer.partition(":")
     known = {"byte": "257", "gpt2": "50257", "bpe": size}.get(kind, "")
     if not known.isdecimal():

@@ -10,7 +10,9 @@ in the tasks of lm-evaluation-harness (the package lm_eval).
     python -m lab.eval out/rt_tiny tasks=rt               a paper's tasks: rt, relaxed, mor or rat
     python -m lab.eval help                               every option with its meaning
 
-The result is printed as one JSON object.
+The result is printed as one JSON object. `lengths` has the results of each context length: ce in
+nats a token, bpb, the context in tokens, and the mean ce of ranges of positions. The entries of the
+shortest length also stand at the top. For a text, `tokens` counts the predicted tokens.
 
 All losses are those of decoding: lrt computes its exact chain, and mor routes a token without
 looking at later ones. The text is cut into windows of the longest of `lengths`, and a rest that
@@ -22,17 +24,18 @@ occurs in the train text of the same data set. `clean` has the losses on the win
 tokens. Its bits per byte count these windows' own bytes. Both are left out with batches=, because
 they read the whole text of both splits.
 
-With exit_loop=, `agreement` is how often the likeliest token is that after all loops. With MoR's
-expert choice, `scores` has for each recursion after the first how the sigmoids of the scores that
-decide spread over the tenths from 0 to 1.
+With exit_loop=, `agreement` is how often the likeliest token after these loops is the likeliest
+after all loops. With MoR's expert choice, `scores` has ten fractions for each recursion after the
+first. Fraction n is the part of the tokens whose score lies in the n-th tenth from 0 to 1. The
+score is the sigmoid of the one that decides. Both take at most 50 batches, spread over the text.
 
 A synthetic task (common/tasks.py) has the fractions of scored tokens and of examples that are
 right, as in training. Longer contexts are longer examples, and each length has 1,280 of its own.
 
-A task of lm_eval with choices has gold_ce, the cross-entropy of the right answer in nats. It is
-minus the log-likelihood of the answer after the question. prefill=interleaved scores lrt by its
-training estimate of the memories, which is about ten times as fast as the exact chain, and not
-equal to it.
+A task of lm_eval with choices has gold_ce, which is minus the log-likelihood of the right answer
+after the question, in nats. It is summed over the tokens of the answer. prefill=interleaved scores
+lrt by its training estimate of the memories, which is about ten times as fast as the exact chain,
+and not equal to it.
 """
 import copy
 import json
@@ -77,7 +80,7 @@ class EvalConfig(Options):
         self.between(batches=(0, None), batch_size=(1, None), num_fewshot=(-1, None),
                      limit=(0, None))
         if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", self.lengths):
-            raise ValueError(f"lengths={self.lengths:.60} must be whole numbers: 1,2,4 is allowed")
+            raise ValueError(f"lengths={self.lengths:.60} must be whole numbers, as 1,2,4")
         self.units = sorted({int(k) for k in self.lengths.split(",")})
         if any(self.units[-1] % k for k in self.units):
             raise ValueError(f"lengths={self.lengths:.60}: each must divide the longest one")
@@ -101,10 +104,10 @@ def config_of(given, **of_run):
 
 @torch.no_grad()
 def losses(model, windows, batches, length, units):
-    """Return two dicts of float64 tensors, by the k of `units`, for contexts of k * length tokens:
-    the mean cross-entropy at each position, {k: (k length,)}, and the sum of each window's
-    cross-entropies, {k: (windows,)}. `length` is the trained one, and a window has the longest
-    context."""
+    """Return two dicts of float64 tensors. Their keys are the k of `units`, and k stands for
+    contexts of k * length tokens. The first has the mean cross-entropy at each position, {k: (k
+    length,)}. The second has the sum of each window's cross-entropies, {k: (windows,)}. `length` is
+    the trained length, and a window has the longest context."""
     device = model.wte.weight.device
     sums = {k: torch.zeros(k * length, dtype=torch.float64) for k in units}
     totals = {k: [] for k in units}
@@ -144,7 +147,7 @@ def clean_losses(totals, starts, longest, data):
 def by_position(nats):
     """Return the means over positions 0-15, 16-31, 32-63 and so on, {"0-15": nats}."""
     n = len(nats)
-    edges = [0, *(2 ** i for i in range(4, n.bit_length()) if 2 ** i < n), n]
+    edges = [0, *(2 ** i for i in range(4, (n - 1).bit_length())), n]
     return {f"{a}-{b - 1}": float(nats[a:b].mean()) for a, b in zip(edges, edges[1:])}
 
 
@@ -160,8 +163,9 @@ def agreement(model, inputs):
 @torch.no_grad()
 def router_scores(model, inputs):
     """Return {recursion: ten fractions} for the recursions of MoR's expert choice after the first.
-    Only tokens that could take the recursion count. Fraction n is of those whose deciding score in
-    decoding, after a sigmoid, lies in the n-th tenth. The tokens with 0.5 and more take it."""
+    Only tokens that could take the recursion count. Fraction n is the part of them whose score lies
+    in the n-th tenth from 0 to 1. The score is the sigmoid of the one that decides in decoding. A
+    token with 0.5 or more takes the recursion."""
     found = [model.states(x, top_k=False)[2] for x in inputs]
     spread = {}
     for r in range(1, model.loops_to_run):
@@ -187,7 +191,7 @@ def evaluate_text(model, run, cfg, ckpt):
     tokens = sum(map(len, batches)) * longest
     starts = [start for batch in batches for start in batch]
     more = {}
-    if not cfg.batches:     # otherwise this would take longer than all else
+    if not cfg.batches:     # with batches= this would take longer than all else
         more["overlap"], clean = clean_losses(totals, starts, longest, splits)
         for k, values in clean.items():
             found[k]["clean"] = values
@@ -236,11 +240,12 @@ TASK_SETS = {
 
 
 class HarnessModel:
-    """This is a model with the methods that lm_eval calls. lm_eval's class LM is the second base,
-    see evaluate_tasks."""
+    """A model with the methods that lm_eval calls. evaluate_tasks makes a subclass that also
+    inherits from lm_eval's class LM, because this file must load where lm_eval is missing."""
 
     def __init__(self, model, tokenizer, batch_size, cached=False):
-        """With `cached`, a sequence goes through a cache, as a prompt does when it is prefilled."""
+        """With `cached`, each sequence goes through an empty cache as a prompt does, so that the
+        model's prefill= holds."""
         super().__init__()
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.cached = cached

@@ -8,11 +8,12 @@ from common.options import need
 
 
 def draw(file, panels, title=""):
-    """Draw panels beside each other. A panel is a dict of the labels and scales of its axes, and a
-    list of curves. A curve is a name and its points (x, y)."""
-    os.environ["MPLBACKEND"] = "agg"        # an unknown backend would end the import
+    """Draw panels beside each other. A panel is a pair. It has a dict of arguments of matplotlib's
+    Axes.set, such as labels and scales, and a list of curves. A curve is a pair, too: a name and a
+    list of points (x, y)."""
+    os.environ["MPLBACKEND"] = "agg"        # matplotlib would fail on a value that it does not know
     need("matplotlib")
-    from matplotlib.figure import Figure    # pyplot would need a display
+    from matplotlib.figure import Figure    # pyplot would keep each figure in memory
     n = len(panels)
     fig = Figure(figsize=(7 if n == 1 else 5.5 * n, 4.5))
     axes, lines = fig.subplots(1, n, squeeze=False), {}
@@ -20,8 +21,7 @@ def draw(file, panels, title=""):
         for name, curve in curves:
             if not curve:               # as before the first evaluation
                 continue
-            # Few points get markers.
-            marker = "o" if len(curve) < 10 else ""
+            marker = "o" if len(curve) < 10 else ""         # few points get markers
             color = lines[name].get_color() if name in lines else f"C{len(lines)}"
             line, = ax.plot(*zip(*curve), color=color, linewidth=1.2, marker=marker, markersize=5)
             lines.setdefault(name, line)

@@ -5,7 +5,7 @@ and then writes tables and pictures.
     python -m lab.reproduce                     the experiments, what is done, the time for the rest
     python -m lab.reproduce quick               a tier: quick (8 minutes of two cores), cpu, gpu
     python -m lab.reproduce rt_norm lrt_s3      experiments by name
-    python -m lab.reproduce rt_norm again       also the runs whose text or model has changed since
+    python -m lab.reproduce rt_norm again       also the runs whose text, model or start has changed
     python -m lab.reproduce write               no runs: only tables and pictures (of all, or some)
     python -m lab.reproduce intervals compare_flops compare_controls
                                                 differences of all rows, with their 95 % intervals
@@ -15,9 +15,9 @@ command that is done. Such a command is not run again, unless the config file or
 run has other values today, or a run that it starts from has no line. So a reproduction that was
 stopped goes on where it was. A line has the commit at which the run began, a hash of each file that
 differed from the commit, the CPU, the threads and versions. It also has the fingerprints of the
-prepared text, of the model's files, and of the weights that the run started from and ended with. A
-note tells where they differ today, and where a text has changed since it was prepared. To repeat a
-run, delete its line and its folder.
+prepared text, of the model's files, and of the weights that the run started from and ended with. If
+one of these fingerprints is another one today, a note says so. Another note names a text that has
+changed since it was prepared. To repeat a run, delete its line and its folder.
 
 A difference is the mean of the differences of runs with the same seed. The two numbers behind it
 are its 95 % interval by the t distribution. A difference whose interval includes 0 is called a tie,
@@ -65,7 +65,8 @@ AGAINST = " against "           # between a column's format and the row that it 
 QUANTILES = {3: 4.3027, 4: 3.1824, 5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
 CURVE_POINTS = 60               # about how many points of a run's log its result keeps
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
-STARTED, STOP = [], threading.Event()   # programs of this call; set when they are to end
+STARTED = []                    # the programs that this call has started
+STOP = threading.Event()        # it is set when these are to end
 PANEL = {"x", "y", "of", "xlabel", "ylabel", "xscale", "yscale", "xlim", "ylim", "xticks", "yticks"}
 
 
@@ -86,11 +87,11 @@ class Experiment:
     The values are those of the log's last line and last evaluation (flops, val_bpb), of lab.eval
     (NAME.bpb), and of `bench.py runs` (speed.train_ms).
 
-    An axis of a picture is such a name, too, or curves.NAME, from the log of training steps, or
-    bins, the middles of the tenths from 0 to 1, which go with a list of ten numbers of lab.eval. (A
-    run's result keeps only the curves that the picture names when the run ends.) A star in a name
-    stands for all names in its place (NAME.lengths.*.bpb). A panel with `of` has the rows whose
-    labels begin with it."""
+    An axis of a picture is such a name, too, or curves.NAME, or bins. curves.NAME is a value from
+    the log of training steps. (A run's result keeps only the curves that the picture names when the
+    run ends.) bins are the ten numbers 0.05, 0.15 .. 0.95, the other axis of a list of ten numbers,
+    such as `scores` of lab.eval. A star in a name stands for all names in its place
+    (NAME.lengths.*.bpb). A panel with `of` has the rows whose labels begin with it."""
     name: str
     title: str
     tier: str                   # quick | cpu | gpu
@@ -182,7 +183,9 @@ class Run:
 
 
 def plan(experiment):
-    """Return all runs of an experiment, in the order of its rows."""
+    """Return all runs of an experiment, in the order of its rows. A run has its line of the results
+    if the line is still valid (see the top of this file). Raise UserError if a row has unknown
+    options, or the options of another row."""
     lines, runs = read_results(experiment), {}
     for label, row in experiment.rows.items():
         for seed in range(1, row["seeds"] + 1):
@@ -209,9 +212,10 @@ def config_path(run):
 
 
 def file_options(run):
-    """Return the options that a run has from its config file, without those that are defaults or
-    that the command gives. In the run's line of the results they are called `keys`. Raise UserError
-    if the command gives an option that the model has not, or an impossible value."""
+    """Return the options that a run has from its config file, and the file's path as "config".
+    Options that are defaults, or that the command gives, are left out. The run's line of the
+    results has them as `keys`. Raise UserError if the command gives an option that the model does
+    not have, or an impossible value."""
     file = config_path(run)
     of_file = load_yaml(HERE / file) if "config" in run.options or (HERE / file).exists() else {}
     values = {"model": "gpt", **of_file, **run.options}
@@ -226,9 +230,10 @@ def file_options(run):
 
 
 def changed(run, made):
-    """Return which have changed since the run was made, of the text, the model's code and the
-    weights that it starts from. `made` is the run's line of the results, or what `start` wrote.
-    What it lacks, or has as None, was not known then, and has not changed."""
+    """Return in words what has changed since the run was made: the text, the model's code, or the
+    weights that the run starts from. `made` has the fingerprints of that time. It is the run's line
+    of the results, or what `start` wrote. A fingerprint that `made` lacks, or has as None, was
+    unknown at that time, and counts as unchanged."""
     now, words = made_from(run), {"text": "text", "model": "version of the model's code",
                                   "start": "run that they start from"}
     return [words[what] for what in now if now[what] and made.get(what) not in (None, now[what])]
@@ -236,8 +241,8 @@ def changed(run, made):
 
 def made_from(run):
     """Return the fingerprints of the prepared text, of the model's files, and of the last weights
-    of the runs that this one starts from. The text's is that of a checkpoint's "data", and None
-    where no text is prepared, as for a task."""
+    of the runs that this one starts from. The fingerprint of the text is what a checkpoint has as
+    "data". It is None where no text is prepared, as for a task."""
     values = {"model": "gpt", **file_options(run), **run.options}
     where = {"dataset", "tokenizer", "data_dir"} & values.keys()
     cfg = typed_config(TrainConfig, {name: values[name] for name in where})
@@ -329,7 +334,8 @@ def start(run):
     if made.get("text", "") is None and (run.folder / "ckpt.pt").exists():
         made["text"] = trained_on(run, load_checkpoint(run.folder / "ckpt.pt"))
     unknown = run.needs and "start" not in made     # an older version began the run
-    if was != options or changed(run, made) or unknown:         # it begins again
+    lost = run.start and not (run.folder / "ckpt.pt").exists()  # train.py would begin at step 0
+    if was != options or changed(run, made) or unknown or lost:     # it begins again
         if run.start and not (HERE / run.start).exists():
             raise UserError(f"{run.start} is gone: delete {Path(run.start).parent}, and the same "
                             f"command makes it again")
@@ -349,8 +355,9 @@ def start(run):
 
 
 def trained_on(run, ckpt):
-    """Return the text of made_from as the run's checkpoint has it, because train.py may have
-    prepared the text after the run was started."""
+    """Return the fingerprint of the text that the run's checkpoint was trained on, or None for a
+    task. The folder of the run may lack it, because train.py may have prepared the text after the
+    run was begun."""
     return ckpt["data"] if made_from(run)["text"] else None
 
 
@@ -409,7 +416,8 @@ def record(run):
     if evaluation.get("step") != ckpt["step"]:      # the disk may have been full
         raise UserError(f"{run.folder}/log.jsonl lacks the evaluation of step {ckpt['step']}: "
                         f"delete the folder, and the same command makes the run again")
-    # A run of fewer steps than log_interval has no such line, so that the speed is the whole run's.
+    # If the run has fewer steps than log_interval, the log has no line of a training step. Then the
+    # speed is that of the whole run.
     speeds = [row["tokens_per_second"] for row in steps] or [log[-1]["tokens"] / log[-1]["seconds"]]
     result = {"command": run.command, **made, "keys": file_options(run),
               "weights": fingerprint(ckpt)[:16],
@@ -526,10 +534,10 @@ def changed_files():
     """Return {file: its hash, or "deleted"} of the code, configs and experiments that are not as
     the commit has them."""
     of = "--", "*.py", "configs", "lab/experiments"
-    names = (git("diff", "--name-only", "--no-renames", "HEAD", *of)
+    files = (git("diff", "--relative", "--name-only", "--no-renames", "HEAD", *of)
              + git("ls-files", "--others", "--exclude-standard", *of)).splitlines()
     return {name: sha256_of(HERE / name)[:16] if (HERE / name).exists() else "deleted"
-            for name in sorted(names)}
+            for name in sorted(files)}
 
 
 def cpu_model():
@@ -554,8 +562,8 @@ def look_up(result, name):
 
 
 def cell(results, what):
-    """Return the text of a cell, the mean and the standard deviation over the seeds. `what` is the
-    name of a value and its format."""
+    """Return the text of a cell, the mean and the standard deviation over the seeds. If some seeds
+    lack the value, the text says how many have it. `what` is the name of a value and its format."""
     name, form = what.split()
     values = [v for v in (look_up(r, name) for r in results) if v is not None]
     if not values:
@@ -686,9 +694,10 @@ def against(rows, label, what):
 
 
 def print_intervals(plans):
-    """Print the differences of all pairs of rows, in each value of the tables that depends on the
-    seed. Times get ratios too. Then print the differences between the losses of each row. `plans`
-    is {experiment: its runs}."""
+    """Print the differences of all pairs of rows, for each value of the tables. A difference that
+    is the same for all seeds is left out. The row with the larger value comes first, so that no
+    difference is negative. Times get ratios, too. Then print the differences between the losses of
+    each row. `plans` is {experiment: its runs}."""
     rows, forms = {}, {}
     for experiment, runs in plans.items():
         of = f"{experiment.name}: " * (len(plans) > 1)
@@ -737,7 +746,8 @@ def show(experiment, runs):
 
 def forget(runs):
     """Drop the results of the runs whose text, model or start has changed, and of the runs that
-    start from these. `start` begins a run again if anything has changed since it began."""
+    start from these, so that they are missing. (`start` then deletes the folder of a run that began
+    before the change, and goes on with a run that began after it.)"""
     for run in runs:
         if changed(run, run.result or {}) or any(other.result is None for other in run.needs):
             run.result = None
@@ -757,10 +767,12 @@ def main(argv):
     plans = {e: plan(e) for e in chosen}
     if "intervals" in words:
         return print_intervals(plans)
+    if "again" in words:
+        forget([run for runs in plans.values() for run in runs])
     if "write" not in words:
         for e, runs in plans.items():
             show(e, runs)
-        failed = reproduce(plans, "again" in words) if words else []
+        failed = reproduce(plans) if words else []
     if words:
         for e, runs in plans.items():
             write(e, runs)
@@ -768,13 +780,11 @@ def main(argv):
         raise UserError(f"{len(failed)} runs or benchmarks failed; the same command tries again")
 
 
-def reproduce(plans, again=False):
+def reproduce(plans):
     """Do what is missing of {experiment: its runs}, the first seed of all rows first, so that rows
-    can be compared early. With `again`, do the runs that have changed too. Return what failed."""
+    can be compared early. Return what failed."""
     OUT.mkdir(exist_ok=True)
     lock(OUT, "lab.reproduce")  # a second one at the same time ends here
-    if again:
-        forget([run for runs in plans.values() for run in runs])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     STOP.clear()
     jobs = 1 if "gpu" in {experiment.tier for experiment in plans} else JOBS

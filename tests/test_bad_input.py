@@ -123,7 +123,7 @@ BENCH = [
 EVAL = [
     (["out/r", "tasks=piqa", "prefill=exact"], "prefill=exact is no option of model=gpt"),
     (["out/r", "exit_loop=2"], "exit_loop"), (["out/relaxed", "exit_loop=9"], "exit_loop=9 must"),
-    (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"), (["out/r", "lengths=half"], "must be whole numbers: 1,2,4"),
+    (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"), (["out/r", "lengths=half"], "must be whole numbers, as 1,2,4"),
     (["out/r", "dataset=task:s3"], "not the one of the data set (task, 6"),
     (["out/r", "batch_size=0"], "batch_size=0 must be at least 1"),
 ]

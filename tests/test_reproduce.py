@@ -151,9 +151,10 @@ def test_a_log_without_the_last_evaluation_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, runs", [(["quick"], False), (["quick", "again"], True), (["quick", "write"], None), ([], None)])
 def test_what_a_call_does(words, runs, monkeypatch, capsys):
     """Without a name it only tells what there is to do, and with `write` it makes no runs."""
-    called, written = [], []
+    called, written, forgotten = [], [], []
     monkeypatch.setattr(reproduce, "load_experiments", lambda: {"quick": EXPERIMENTS["quick"]})
-    monkeypatch.setattr(reproduce, "reproduce", lambda plans, again: called.append((*plans, again)) or [])
+    monkeypatch.setattr(reproduce, "forget", lambda runs: forgotten.append(len(runs)))
+    monkeypatch.setattr(reproduce, "reproduce", lambda plans: called.append((*plans, bool(forgotten))) or [])
     monkeypatch.setattr(reproduce, "write", lambda experiment, of_it: written.append(experiment.name))
     reproduce.main(words)
     assert [(e.name, again) for e, again in called] == ([("quick", runs)] if runs is not None else [])

@@ -62,7 +62,7 @@ class Model(model_lrt.Model):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        for block in self.blocks:       # a seed gives the same other weights as in model_lrt
+        for block in self.blocks:       # all other weights are those of model_lrt with this seed
             block.attn.__class__, block.attn.canon = Attention, Canon(cfg.n_embd)
             if cfg.canon == "AC":
                 block.mlp.__class__, block.mlp.canon = MLP, Canon(cfg.n_embd)

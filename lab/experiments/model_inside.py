@@ -1,8 +1,9 @@
 """
-LRT with a value embedding inside of the gate: g_loc scales it too,
-    v = g_loc (v_loc + g_ve e) + g_rec v_rec
+LRT with a value embedding inside of the gate. In (4) of model_lrt.py g_loc scales Wv u, and then
+the value embedding is added. Here g_loc scales both:
+    v = g_loc (Wv u + g_ve VE_l[idx]) + g_rec v_rec,    g_ve = 2 sigmoid(Wve u[:32])
 This is one reading of the paper, which does not say where value embeddings enter. The authors'
-code and model_lrt.py add g_ve e after (4), outside of the gate.
+code adds g_ve VE_l[idx] after (4), outside of the gate, as model_lrt.py does.
 """
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Attention(model_lrt.Attention):
     def forward(self, u, layer, context):
         g_loc = 2 * torch.sigmoid(self.w_gate(u)).chunk(2, -1)[0]       # (B, n, G)
         scaled = g_loc[..., None] * context.ve[layer]
-        context.ve = [*context.ve[:layer], scaled, *context.ve[layer + 1:]]     # for this pass
+        context.ve = [*context.ve[:layer], scaled, *context.ve[layer + 1:]]     # a new list
         return super().forward(u, layer, context)
 
 

@@ -6,7 +6,8 @@ Schmidhuber 1997) in the place of attention. It shows what recurrence does witho
 
 u (B, T, C) is the normed input of the layer, and h and c have C / 2 numbers each. So the mixer's
 matrices have 3.5 C^2 weights, and those of attention have 4 C^2. Options of attention have no
-effect. The model trains and evaluates. It has no cache, so that it writes no text.
+effect, but with pos=rope, the default, a text is still limited to block_size tokens. The model
+trains and evaluates. It has no cache, so that it writes no text.
 """
 import torch.nn as nn
 

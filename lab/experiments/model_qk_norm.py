@@ -5,8 +5,9 @@ head's query and key before RoPE. norm= says which key is normed:
 norm=keys       k, before the recurrence
 norm=states     k~, after the recurrence: the key that queries attend to
 
-RAT.forward below is RAT.forward and rat_fast of model_rat.py in one, with the norms. The model
-trains and evaluates. It has no cache, so that it writes no text.
+Only rat layers have these norms. RAT.forward below is RAT.forward and rat_fast of model_rat.py in
+one, with the norms. There is no naive code, so that fast=false changes nothing in rat layers. The
+model trains and evaluates. It has no cache, so that it writes no text.
 """
 from dataclasses import dataclass
 

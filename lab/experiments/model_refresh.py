@@ -3,8 +3,9 @@ LRT with refreshed keys and values (interleaved_kv_refresh of the authors' code,
 
 In Algorithm 1 a subset attends to keys and values of positions that no subset has visited yet.
 These are of the first pass, which has no memory. Here they are computed again before each subset.
-The first pass keeps what it has without a memory, k_loc = g_loc Wk u and v_loc, and its g_rec. The
-newest memories m are mixed in as in (4) of model_lrt.py:
+The first pass keeps what it has without a memory: k_loc = g_loc Wk u before its norm and RoPE,
+v_loc = g_loc Wv u + 2 sigmoid(Wve u[:32]) VE_l[idx], and its g_rec. The newest memories m are mixed
+in as in (4) of model_lrt.py:
 
     k <- RoPE(RMSNorm(k_loc + g_rec Wk_rec m_{t-1})),  v <- v_loc + g_rec Wv_rec m_{t-1}
 
@@ -50,7 +51,8 @@ class Attention(model_lrt.Attention):
 
 
 def interleaved(model, tokens):
-    """Run Algorithm 1 with a refresh before each subset. The result is that of model_lrt.py."""
+    """Run Algorithm 1 with a refresh before each subset. Return what `interleaved` of model_lrt.py
+    returns."""
     N, T, buffer = model.cfg.subsets, tokens.x0.size(1), {}
     zero = torch.zeros_like(tokens.x0[:, :1])
     context = FirstPass(model, tokens, zero, buffer)
@@ -69,7 +71,7 @@ def interleaved(model, tokens):
 
 def refresh(model, tokens, previous, buffer, local, visited):
     """Compute the buffer's keys and values anew, from m_{t-1} of all positions, previous (B, T, C),
-    but for the positions that are `visited` (1, T)."""
+    but for the positions that are `visited` (B or 1, T)."""
     k_rec, v_rec = model.rec(previous)          # (B, T, G, D)
     visited = visited[:, None, :, None]
     for layer, (k_loc, g_rec, v_loc) in local.items():
@@ -79,7 +81,8 @@ def refresh(model, tokens, previous, buffer, local, visited):
 
 
 def refreshing():
-    """Return a context in which model_lrt.py calls the function above in the place of its own."""
+    """Return a context manager. Inside it, model_lrt.py calls `interleaved` of this file in the
+    place of its own."""
     return mock.patch.object(model_lrt, "interleaved", interleaved)
 
 
@@ -101,4 +104,5 @@ class Model(model_lrt.Model):
     def flops_per_token(self):
         """Return FLOPs as model_lrt does. Each refresh projects the memories of all positions."""
         memory = sum(p.numel() for p in self.rec.parameters())
-        return super().flops_per_token() + self.cfg.subsets * 6.0 * memory
+        refreshes = self.cfg.subsets if self.cfg.train_path_used == "interleaved" else 0
+        return super().flops_per_token() + refreshes * 6.0 * memory

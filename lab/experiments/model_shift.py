@@ -41,7 +41,7 @@ class Block(model_lrt.Block):
 
     def forward(self, x, layer, context):
         context.previous = before(x)
-        if context.rec:     # one for all layers
+        if context.rec:     # shared, but each layer projects its own input
             context.kv_rec = context.rec(context.previous)
         return super().forward(x, layer, context)
 

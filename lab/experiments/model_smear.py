@@ -2,8 +2,8 @@
 RT with a shift by one token. It shows what a shift gives without recurrence, and what recurrence
 gives beside a shift. The model trains and evaluates. It has no cache, so that it writes no text.
 
-smear=keys          a token's key is a mean of its own key and the previous token's,
-                    k_i <- s k_i + (1 - s) k_{i-1}, where s = sigmoid(a), one a for each head
+smear=keys          a token's key is a weighted mean of its own key and the previous token's,
+                    k_i <- s k_i + (1 - s) k_{i-1}, where s = sigmoid(a), one a for each KV head
 smear=embeddings    x_i <- x_i + a x_{i-1} below the first layer, one a for each channel
 
 One layer can copy with such keys (Olsson et al. 2022, "In-context Learning and Induction Heads").
@@ -47,7 +47,7 @@ class Embedding(nn.Embedding):
 
     def __init__(self, vocab_size, n_embd):
         super().__init__(vocab_size, n_embd)
-        self.a = nn.Parameter(torch.linspace(0, 1, n_embd))     # some channels for either token
+        self.a = nn.Parameter(torch.linspace(0, 1, n_embd))     # from own token alone to both alike
 
     def forward(self, idx):
         x = super().forward(idx)                                # (B, T, C)
