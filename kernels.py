@@ -112,8 +112,7 @@ def heads_like(x, B, H, T, D, dtype=None):
 # Some functions annotate the types of their arguments, because custom_op, at the end of this file,
 # makes an operator's signature from these annotations.
 
-def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None,
-                       own=None):
+def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None, own=None):
     """Return softmax attention, (1) to (3), with the mask by positions that stands at the top of
     this file.
 
@@ -189,10 +188,9 @@ def each_query(q, k, q_pos, k_pos, slopes, window):
         yield b, h, i, g, j, s
 
 
-def attend_forward(
-        q: Tensor, k: Tensor, v: Tensor, own_score: Optional[Tensor], own_value: Optional[Tensor],
-        q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
-        window: int) -> tuple[Tensor, Tensor]:
+def attend_forward(q: Tensor, k: Tensor, v: Tensor, own_score: Optional[Tensor],
+                   own_value: Optional[Tensor], q_pos: Tensor, k_pos: Tensor,
+                   slopes: Optional[Tensor], window: int) -> tuple[Tensor, Tensor]:
     """Return out (B, H, T, D) and lse (B, H, T). Each block of queries reads a range of keys."""
     # torch's function for a CPU reads wrong numbers if a last stride is not 1.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -217,10 +215,9 @@ def attend_block(q, k, v, bias):
         return torch.exp(s - finite[..., None]) @ v, lse  # (3), (B, H, T, D)
 
 
-def attend_gradients(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor,
-        dlse: Optional[Tensor], q_pos: Tensor, k_pos: Tensor, slopes: Optional[Tensor],
-        window: int) -> tuple[Tensor, Tensor, Tensor]:
+def attend_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor,
+                     dlse: Optional[Tensor], q_pos: Tensor, k_pos: Tensor,
+                     slopes: Optional[Tensor], window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv. do (B, H, T, D) is in q's dtype, and so is out. dlse (B, H, T) may be
     None, which stands for 0."""
     q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out))

@@ -88,12 +88,10 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 # for each pointer that is aligned to 16 bytes. These lists turn this off. One variant then serves
 # all values of the arguments in the first list and any alignment of the pointers in the second
 # list. These pointers point to one number for each query, key or head, and not to vectors.
-ATTEND = dict(
-    do_not_specialize=["T", "S", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
-    do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr", "k_pos_ptr",
-                                    "slopes_ptr", "own_score_ptr"])
-SCAN = dict(do_not_specialize=["T", "chunk"],
-            do_not_specialize_on_alignment=["h0_ptr", "dh0_ptr"])
+ATTEND = dict(do_not_specialize=["T", "S", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
+              do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr",
+                                              "k_pos_ptr", "slopes_ptr", "own_score_ptr"])
+SCAN = dict(do_not_specialize=["T", "chunk"], do_not_specialize_on_alignment=["h0_ptr", "dh0_ptr"])
 
 
 # ---- parts that several kernels share ----
@@ -126,8 +124,7 @@ def program(n_tiles, H):
 
 
 @triton.jit
-def load_rows(ptr, start, stride, valid, D, BLOCK_D: tl.constexpr,
-              MASKED: tl.constexpr = True):
+def load_rows(ptr, start, stride, valid, D, BLOCK_D: tl.constexpr, MASKED: tl.constexpr = True):
     """Return the rows from `start` of a matrix with D columns as (n, BLOCK_D), with zeros past D.
     n is the size of valid. Where MASKED, rows that are not valid are zero and not read."""
     row, d = tl.arange(0, valid.shape[0]), tl.arange(0, BLOCK_D)
@@ -177,8 +174,7 @@ def count_upto(pos_ptr, n, limit):
 
 
 @triton.jit
-def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased,
-               BLOCK: tl.constexpr):
+def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased, BLOCK: tl.constexpr):
     """Return the numbers of four tiles, first <= full <= rest <= last, for n ascending positions.
     The tiles [first, last) hold all positions in (some_low, some_high], and the tiles [full, rest)
     hold only positions in (all_low, all_high]. With ALiBi every tile needs the distances. Only the
@@ -197,8 +193,7 @@ def visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window, biased,
     at position i attends to the keys at positions i - window < j <= i."""
     low = load_pos(q_pos_ptr, start, T, 0)
     high = load_pos(q_pos_ptr, tl.minimum(start + BLOCK_M, T) - 1, T, 0)
-    return tile_spans(k_pos_ptr, S, low - window, high - window, low, high, biased,
-                      BLOCK_N)
+    return tile_spans(k_pos_ptr, S, low - window, high - window, low, high, biased, BLOCK_N)
 
 
 @triton.jit
@@ -403,8 +398,7 @@ def attend_dkv_kernel(
     low = load_pos(k_pos_ptr, start, S, 0)
     high = load_pos(k_pos_ptr, tl.minimum(start + BLOCK_N, S) - 1, S, 0)
     first, full, rest, last = tile_spans(  # Queries j <= i < j + window attend to key j.
-        q_pos_ptr, T, low - 1, high - 1, low + (window - 1), high + (window - 1), biased,
-        BLOCK_M)
+        q_pos_ptr, T, low - 1, high - 1, low + (window - 1), high + (window - 1), biased, BLOCK_M)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # sum_i ds_ij q_i
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # sum_i p_ij do_i
     for MASKED in tl.static_range(2):  # p and ds are transposed here: their rows are keys.

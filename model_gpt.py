@@ -105,14 +105,19 @@ class BaseConfig:
 
 
 @dataclass
-class Config(BaseConfig):
+class BlockConfig(BaseConfig):
+    """The fields of the models that have this file's block: gpt, relaxed and mor."""
     n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
     mlp: str = choice("swiglu", "gelu", "geglu")
-    pos: str = choice("rope", "alibi", "none")  # how positions enter the model
     qk_norm: bool = False        # RMSNorm of queries and keys before RoPE; heads share its weight
-    window: int = 0              # sliding window: keys of a query, its own included (0: all)
     tie_embeddings: bool = True  # the head is the embedding matrix
     scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
+
+
+@dataclass
+class Config(BlockConfig):
+    pos: str = choice("rope", "alibi", "none")  # how positions enter the model
+    window: int = 0              # sliding window: keys of a query, its own included (0: all)
 
 
 # ---- types, norm ----

@@ -120,6 +120,7 @@ import torch.nn.functional as F
 
 import graphs
 import kernels
+import model_gpt
 from decoding import KVCache
 from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, attention_bias,
                        check_call, choice, cross_entropy, rope_tables, upcast, visible_keys)
@@ -254,17 +255,13 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(norm(x, eps)))
 
 
-class Attention(nn.Module):
-    """Causal self-attention with value embeddings and, where inject= has "kv", the memory."""
+class Attention(model_gpt.Attention):
+    """The matrices are model_gpt's. Beside them are those of value embeddings and, where inject=
+    has "kv", of the memory."""
 
     def __init__(self, cfg, layer):
-        super().__init__()
-        self.cfg, self.window = cfg, cfg.window_of(layer)
-        C, D, H, G = cfg.n_embd, cfg.head_size, cfg.n_head, cfg.kv_heads
-        self.wq = nn.Linear(C, H * D, bias=False)
-        self.wk = nn.Linear(C, G * D, bias=False)
-        self.wv = nn.Linear(C, G * D, bias=False)
-        self.wo = nn.Linear(H * D, C, bias=False)
+        super().__init__(cfg)
+        self.window, C, G = cfg.window_of(layer), cfg.n_embd, cfg.kv_heads
         self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, the gate of VE_l; not Wv
         self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
         layerwise = cfg.into_kv and cfg.projections == "layerwise"

@@ -91,12 +91,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from decoding import Cached, KVCache
-from model_gpt import (BaseConfig, Block, Context, LanguageModel, attention_bias,
-                       check_call, choice, cross_entropy, init_weights, upcast, visible_keys)
+from model_gpt import (Block, BlockConfig, Context, LanguageModel, attention_bias, check_call,
+                       choice, cross_entropy, init_weights, upcast, visible_keys)
 
 
 @dataclass
-class Config(BaseConfig):
+class Config(BlockConfig):
     n_layer: int = 8             # unrolled layers, first and last too
     n_loop: int = 3              # R: recursions
     # For K = 2 and R = 3, cycle is the blocks 0 1 0 1 0 1, and sequence is 0 0 0 1 1 1. middle_ has
@@ -118,12 +118,7 @@ class Config(BaseConfig):
     # which trained layers convert starts from (Table 9). random draws trained layers at random. (In
     # model_relaxed.py random stands for random weights.)
     init: str = choice("average", "stepwise", "lower", "upper", "random")
-    n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
-    mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")
-    qk_norm: bool = False        # RMSNorm of queries and keys before RoPE; heads share its weight
-    tie_embeddings: bool = True  # the head is the embedding matrix
-    scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
 
     # init_from may be a run of a model in CONVERTS_FROM (see convert), or a run of this model with
     # other values of the options in NOT_IN_WEIGHTS.

@@ -90,20 +90,15 @@ import torch.nn.functional as F
 
 import model_gpt
 from decoding import KVCache
-from model_gpt import (BaseConfig, LanguageModel, apply_rope, attend, check_call, choice,
+from model_gpt import (BlockConfig, LanguageModel, apply_rope, attend, check_call, choice,
                        cross_entropy, init_weights, upcast)
 
 
 @dataclass
-class Config(BaseConfig):
+class Config(BlockConfig):
     n_loop: int = 2              # loops, and uses of each stored block
     rank: int = 8                # rank of every matrix's deltas (0: none)
-    n_mlp: int = 0               # hidden width of the MLP (0: 4 n_embd for gelu, else 8/3 n_embd)
-    mlp: str = choice("swiglu", "gelu", "geglu")
     pos: str = choice("rope", "none")   # no ALiBi or window: as in the paper
-    qk_norm: bool = False        # RMSNorm of queries and keys before RoPE; heads share its weight
-    tie_embeddings: bool = True  # the head is the embedding matrix
-    scale_embeddings: bool = False  # embeddings times sqrt(n_embd), as in Gemma
     # These two options say how a trained model_gpt is converted. layers_for_stored explains the
     # values of init. With random, W' keeps its random weights.
     init: str = choice("average", "stepwise", "lower", "upper", "random")

@@ -129,10 +129,9 @@ class Block(nn.Module):
     prefill. (Decoding one token runs them.) rt_wavefront.py has the equations a second time, with a
     backward pass by hand, and rt_triton.py has parts of both a third time, for GPUs. A fork that
     changes an equation has to change it in all of these, or to set schedule=naive or tiled. Then a
-    change of (1), (3), (4) or (5) is a change of a method below. (BlockWithoutKVNorm has (5), too.)
-    A change of (2) has two places, naive and Context.attention, which decoding calls. With
-    schedule=tiled it has two more, met_temporary and merge_tile, and merge_tile calls
-    kernels.py."""
+    change of (1), (3), (4) or (5) is a change of a method below. A change of (2) has two places,
+    naive and Context.attention, which decoding calls. With schedule=tiled it has two more,
+    met_temporary and merge_tile, and merge_tile calls kernels.py."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -179,7 +178,7 @@ class Block(nn.Module):
 
     def persistent(self, y, rope):
         """Return k, v (B, G, T, D) of y (B, T, C), as in (5)."""
-        y_n = self.norm1(y)
+        y_n = self.norm1(y) if self.cfg.kv_norm else y  # without n1: the ablation of Appendix E.2
         return self.heads(self.k_norm(self.wk(y_n)), rope), self.heads(self.wv(y_n))
 
     def heads(self, x, rope=()):
@@ -349,8 +348,7 @@ class Model(LanguageModel):
     runs_blocks_once = False  # for FSDP, because a wavefront reads all blocks at once
 
     def __init__(self, cfg):
-        block = Block if cfg.kv_norm else BlockWithoutKVNorm
-        super().__init__(cfg, [block(cfg) for _ in range(cfg.n_layer)])
+        super().__init__(cfg, [Block(cfg) for _ in range(cfg.n_layer)])
         self.init_weights()
 
     @torch.no_grad()
@@ -410,13 +408,6 @@ class Model(LanguageModel):
         cfg = self.cfg
         again = 12.0 * cfg.n_layer * cfg.n_embd * cfg.kv_heads * cfg.head_size
         return LanguageModel.mixer_flops(self) + (again if cfg.recurrent else 0)
-
-
-class BlockWithoutKVNorm(Block):
-    """The ablation of Appendix E.2. Its persistent pairs are nk(Wk y_i), Wv y_i."""
-
-    def persistent(self, y, rope):
-        return self.heads(self.k_norm(self.wk(y)), rope), self.heads(self.wv(y))
 
 
 # ---- checks of a Config ----

@@ -56,7 +56,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
-from itertools import islice, product
+from itertools import chain, islice, product
 from operator import itemgetter
 from pathlib import Path
 
@@ -64,7 +64,7 @@ import numpy as np
 
 from common.data import check_dataset, folder_name, load_data, repeated
 from common.options import (UserError, check_name, first_line, lock, need, note, put_back, run_cli,
-                            sha256_of, split_args, typed_config, unlock)
+                            sha256_of, split_args, typed_config)
 from common.tokenizer import (HUB_NAME, SURROGATE, ByteTokenizer, CharTokenizer, check_back,
                               gpt2_tokenizer, slices, train_bpe)
 
@@ -375,10 +375,7 @@ def build_tokenizer(cfg, corpus, files):
     if kind == "bpe":
         return train_bpe(int(rest), corpus.sample(["train"], SAMPLE_BYTES))
     limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") and not files else math.inf
-    chars = set()
-    for text in corpus.sample(["train", "val"], limit):
-        chars.update(text)
-    return CharTokenizer(chars)
+    return CharTokenizer(chain.from_iterable(corpus.sample(["train", "val"], limit)))
 
 
 def encode(corpus, tokenizer, dtype, files, room) -> Counter:
@@ -570,7 +567,7 @@ def make_folder(folder, cfg) -> dict:
             os.rename(temporary / "new", folder)
         return meta
     finally:
-        clear(temporary, folder)
+        put_back(temporary, folder)
 
 
 def clear_killed(folder):
@@ -580,14 +577,9 @@ def clear_killed(folder):
         for found in parent.glob(f".{folder.name}.{8 * '?'}/{part}"):
             with contextlib.suppress(UserError, FileNotFoundError):     # it has just ended
                 if lock(found.parent):
-                    clear(found.parent, parent / folder.name)
+                    put_back(found.parent, parent / folder.name)
                 else:
                     note(f"another call makes {folder}, or a killed one has left {found.parent}")
-
-
-def clear(temporary, folder):
-    put_back(temporary, folder)
-    unlock(temporary)
 
 
 def main(argv):

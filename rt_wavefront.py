@@ -435,7 +435,8 @@ def reverse_loop(wave, chunk, dy, w):
     done = []
     for j in reversed(range(wave.K)):
         dk, dv = attention.kv_grad(j)                                            # (B1), (B2)
-        dkv = pair_backward(dk, dv, w.nk, ropes[j], k_parts[j], wave.dtype)
+        dk = heads_backward(rotated_back(dk[:, None], ropes[j]), w.nk, k_parts[j])
+        dkv = torch.cat([dk, dv.flatten(2)], -1).to(wave.dtype)
         dn = product(dkv, w_kv.mT)
         g, g_low = pieces.add_norm_backward(dys[j], dn, *y_parts[j])             # (B3)
         du = torch.ops.aten.gelu_backward(product(g_low, w.down.mT), us[j])      # (B4)
@@ -557,13 +558,6 @@ def write_query_grad(da_out, delta_out, da, a):
     """Write da (Z, Q, D) to da_out, and da . a to delta_out (Z, 1, Q)."""
     da_out.copy_(da)
     delta_out.copy_((da * a).sum(-1)[:, None])
-
-
-def pair_backward(dk, dv, weight, rope, parts, dtype):
-    """Return the gradient of Wk n1(y) beside that of Wv n1(y), (A, B, 2 G D) in dtype, from dk
-    and dv (A, B, G, D)."""
-    dk = heads_backward(rotated_back(dk[:, None], rope), weight, parts)
-    return torch.cat([dk, dv.flatten(2)], -1).to(dtype)
 
 
 def rotated_back(d, rope):

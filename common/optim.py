@@ -167,7 +167,8 @@ def add_orthogonalized(pairs, rows, columns, group):
     (columns, rows)."""
     params, updates = zip(*pairs)
     n, lr = sum(p.size(0) == rows for p in params), group["lr"]
-    updates = [whole_matrix(update) for update in updates]
+    # Each product of the iteration would communicate if a matrix stayed sharded.
+    updates = [x.full_tensor() if is_sharded(x) else x for x in updates]
     x = torch.stack(updates[:n] + [update.mT for update in updates[n:]])
     x = newton_schulz(x, group).to(x.dtype)     # (N, rows, columns)
     if n:
@@ -191,12 +192,6 @@ def newton_schulz(x, group):
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
     return x
-
-
-def whole_matrix(x):
-    """Return the matrix, gathered from all processes if it is sharded, because each product of the
-    iteration would communicate otherwise."""
-    return x.full_tensor() if is_sharded(x) else x
 
 
 def shards(x, params):

@@ -378,8 +378,7 @@ def plain_name(text) -> str:
     in a hash."""
     name = re.sub(r"[^A-Za-z0-9._+-]", "-", text).lstrip("._+-") or "x"
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-    short = f"{name[:80]}-{digest[:16]}"
-    return name if len(name) <= 100 else short
+    return name if len(name) <= 100 else f"{name[:80]}-{digest[:16]}"
 
 
 LOCKS = {}      # {folder: its open descriptor}, for the folders that this process has locked
@@ -451,11 +450,12 @@ def replace_file(path, content):
 
 
 def put_back(temporary, place):
-    """Remove a temporary folder. What stood in a place before, and stands in the folder as "old",
-    goes back there if the place is still empty."""
+    """Remove a temporary folder, and its lock if it has one. What stood in a place before, and
+    stands in the folder as "old", goes back there if the place is still empty."""
     if (temporary / "old").exists() and not place.exists():
         os.rename(temporary / "old", place)
     shutil.rmtree(temporary, ignore_errors=True)
+    unlock(temporary)
 
 
 def read_text(path, name) -> str:

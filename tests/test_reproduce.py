@@ -386,8 +386,8 @@ def test_a_run_that_is_stopped_has_not_failed(status, step, told, monkeypatch, c
 
 
 def test_cells_show_mean_and_deviation_over_the_seeds():
-    results = [{"a": {"b": 1.0}, "n": 3}, {"a": {"b": 2.0}, "n": 3}, {"n": 3}]
-    assert reproduce.cell(results, "a.b .2f") == "1.50 ± 0.71"
+    results = [{"a": {"b": 1.0}, "speed": {"ms": 7}, "n": 3}, {"a": {"b": 2.0}, "n": 3}, {"n": 3}]
+    assert reproduce.cell(results, "a.b .2f") == "1.50 ± 0.71 (2 of 3)" and reproduce.cell(results, "speed.ms .0f") == "7"
     assert reproduce.cell(results, "n ,.0f") == "3" and reproduce.cell(results, "missing .2f") == ""
 
 

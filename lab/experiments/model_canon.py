@@ -17,8 +17,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_lrt
-from common.options import UserError
 from model_gpt import choice
+from no_cache import NoCache
 
 TAPS = 4
 
@@ -56,7 +56,7 @@ class MLP(model_lrt.SquaredMLP):
         return super().forward(self.canon(u))
 
 
-class Model(model_lrt.Model):
+class Model(NoCache, model_lrt.Model):
     # AdamW, at the rate that the head has at width 768
     parameter_kinds = {**model_lrt.Model.parameter_kinds, "conv": "gate"}
 
@@ -66,6 +66,3 @@ class Model(model_lrt.Model):
             block.attn.__class__, block.attn.canon = Attention, Canon(cfg.n_embd)
             if cfg.canon == "AC":
                 block.mlp.__class__, block.mlp.canon = MLP, Canon(cfg.n_embd)
-
-    def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains and evaluates")

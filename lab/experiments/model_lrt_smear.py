@@ -9,12 +9,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_lrt
-from common.options import UserError
+from no_cache import NoCache
 
 Config = model_lrt.Config
 
 
-class Model(model_lrt.Model):
+class Model(NoCache, model_lrt.Model):
     parameter_kinds = {**model_lrt.Model.parameter_kinds, "smear": "gate"}
 
     def __init__(self, cfg):
@@ -34,6 +34,3 @@ class Model(model_lrt.Model):
             x = model_lrt.chain(self, self.embed(idx), 1)
             return model_lrt.norm(x, self.cfg.norm_eps)
         return super().hidden(idx, path)
-
-    def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains and evaluates")

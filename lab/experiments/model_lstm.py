@@ -12,8 +12,8 @@ trains and evaluates. It has no cache, so that it writes no text.
 import torch.nn as nn
 
 import model_gpt
-from common.options import UserError
 from model_gpt import Config  # noqa: F401
+from no_cache import NoCache
 
 
 class LSTM(nn.Module):
@@ -29,7 +29,7 @@ class LSTM(nn.Module):
         return self.wo(self.lstm(u)[0])
 
 
-class Model(model_gpt.LanguageModel):
+class Model(NoCache, model_gpt.LanguageModel):
 
     def __init__(self, cfg):
         super().__init__(cfg, [model_gpt.Block(cfg, LSTM) for _ in range(cfg.n_layer)])
@@ -39,6 +39,3 @@ class Model(model_gpt.LanguageModel):
 
     def mixer_flops(self):
         return 0.0
-
-    def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains and evaluates")

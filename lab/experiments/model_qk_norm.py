@@ -15,8 +15,8 @@ import torch
 
 import kernels
 import model_rat
-from common.options import UserError
 from model_gpt import RMSNorm, apply_rope, choice, upcast
+from no_cache import NoCache
 
 
 @dataclass
@@ -47,7 +47,7 @@ class RAT(model_rat.RAT):
         return self.wo(torch.sigmoid(z) * y.transpose(1, 2).flatten(2).to(z.dtype))
 
 
-class Model(model_rat.Model):
+class Model(NoCache, model_rat.Model):
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -56,6 +56,3 @@ class Model(model_rat.Model):
                 block.attn.__class__ = RAT   # a seed gives the same weights as in model_rat
                 block.attn.q_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
                 block.attn.k_norm = RMSNorm(cfg.head_size, cfg.norm_eps)
-
-    def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains and evaluates")

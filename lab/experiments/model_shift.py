@@ -18,8 +18,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_lrt
-from common.options import UserError
 from model_gpt import choice
+from no_cache import NoCache
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Block(model_lrt.Block):
         return super().forward(x, layer, context)
 
 
-class Model(model_lrt.Model):
+class Model(NoCache, model_lrt.Model):
     parameter_kinds = {**model_lrt.Model.parameter_kinds, "mix": "alpha"}
 
     def __init__(self, cfg):
@@ -71,6 +71,3 @@ class Model(model_lrt.Model):
         shared = self.rec.parameters() if self.cfg.shift == "layer" and self.rec else ()
         again = (self.cfg.n_layer - 1) * sum(p.numel() for p in shared)
         return super().flops_per_token() + 6.0 * again
-
-    def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains and evaluates")

@@ -16,8 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model_rt
-from common.options import UserError
 from model_gpt import choice
+from no_cache import NoCache
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Embedding(nn.Embedding):
         return x + self.a * F.pad(x[:, :-1], (0, 0, 1, 0))
 
 
-class Model(model_rt.Model):
+class Model(NoCache, model_rt.Model):
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -63,6 +63,3 @@ class Model(model_rt.Model):
         else:
             self.wte = Embedding(cfg.vocab_size, cfg.n_embd)
         self.init_weights()
-
-    def init_cache(self, *sizes):
-        raise UserError("this model has no cache to decode with: it trains and evaluates")
