@@ -1,4 +1,4 @@
-"""All tests share this file. It puts the repository on the path, adds the switch --full, and makes a small data set and
+"""All tests share this file. It puts the repository on the path, adds the options --full and --model, and makes a small data set and
 tiny models."""
 import importlib
 import itertools

@@ -1,5 +1,5 @@
-"""Every schedule and path has the same numbers as the authors' code. (tests/golden/README.md says what the files
-hold.)"""
+"""Our models have the same numbers as the authors' code: all schedules of RT, naive and fast code of the others, and of
+LRT Algorithm 1 and the exact chain. (tests/golden/README.md says what the files hold.)"""
 import json
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""prepare.py, tokenizer.py, data.py and options.py make data sets. The tests look at tokenizers, sources, splits and
+"""prepare.py makes data sets with common/tokenizer.py and common/data.py. The tests look at tokenizers, sources, splits and
 files, and at what stops and failures leave."""
 import contextlib
 import fcntl

@@ -1,4 +1,4 @@
-"""model_rat: the layer is its equations and has their limits. The tests also look at caches, at precision, and at what
+"""The layer of model_rat computes its equations and their limits, K = 1 and K = T. The tests also look at caches, at precision, and at what
 runs."""
 import math
 

@@ -1,5 +1,5 @@
-"""model_rt and rt_wavefront: the schedules are one function. The tests also look at its neighbours, at precision, at
-memory and at CUDA graphs."""
+"""model_rt and rt_wavefront: the schedules are one function. The tests also compare RT without recurrence with
+model_gpt, and look at precision, memory and CUDA graphs."""
 import itertools
 import re
 from unittest.mock import Mock
