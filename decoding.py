@@ -30,9 +30,9 @@ is 3, 1.
 
 pos has the positions of the new tokens, and at has their slots. The slot of a real token is its
 position. The slot of all padding is max_len, which is never read. The call reads the slots before
-`end`. end is T plus the length of the longest row, and at most max_len. Here end is 4 + 3 = 7. Row
-1 has nothing in slots 3 .. 6. The causal mask hides these from x, because it compares positions and
-x is at 2. The padding attends to some of them, and its results mean nothing.
+`end`. end is T plus the length of the longest row, and at most max_len. Here end is 4 + 3 = 7.
+Row 1 has nothing in slots 3 .. 6. The causal mask hides these from x, because it compares positions
+and x is at 2. The padding attends to some of them, and its results mean nothing.
 
 A call goes through three steps, under no_grad:
     slots = cache.place(T, n_valid)         chooses pos, at and end; nothing changes yet
@@ -197,10 +197,10 @@ class Cached:
 
 def next_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """Draw one token a row, (B,) int64, from logits (B, V). At temperature 0, or with top_k 1, the
-    likeliest token is taken. Otherwise temperature divides the logits (1e-6 at least). Then top_k
-    keeps the k likeliest tokens and those that tie with the last of them (0: all). Then top_p keeps
-    the smallest set of likeliest tokens whose probabilities sum to at least top_p (Holtzman et al.
-    2020)."""
+    likeliest token is taken. Otherwise temperature, of at least 1e-6, divides the logits. Then
+    top_k keeps the k likeliest tokens and those that tie with the last of them (0: all). Then top_p
+    keeps the smallest set of likeliest tokens whose probabilities sum to at least top_p
+    (Holtzman et al. 2020)."""
     if temperature == 0 or top_k == 1:
         return logits.argmax(-1)
     logits = logits / max(temperature, 1e-6)

@@ -68,10 +68,10 @@ head h reads group h % G. This file differs from their code in these points:
 - Left out are the paper's gates of low rank and its reversed design, with attention inside chunks
   and recurrence across them. Both are worse in the paper.
 
-Letters beside those of model_gpt.py: n is the number of complete chunks, and W is H D (W_in and W_o
-are matrices). G counts the groups of q and k in rat layers, and the key/value heads in attention
-and swa layers. The letter c is the number of a chunk, and s is an odds in initial_gate_bias. The
-letters r, y, z and u have other meanings in other files.
+Letters beside those of model_gpt.py: n is the number of complete chunks, and W is H D
+(W_in and W_o are matrices). G counts the groups of q and k in rat layers, and the key/value heads
+in attention and swa layers. The letter c is the number of a chunk, and s in initial_gate_bias is
+the odds of a gate. The letters r, y, z and u have other meanings in other files.
 """
 import math
 from dataclasses import dataclass

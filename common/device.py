@@ -139,10 +139,10 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self):
-        """All processes enter this with code that may fail in some and not in others. If some have
-        a UserError, OSError or MemoryError, the one of lowest rank raises it, and all others exit
-        with status 2 and print nothing. (Another error ends its own process, and torchrun then ends
-        the others.)"""
+        """The code inside may fail in some processes and not in others. All of them must enter. If
+        some have a UserError, OSError or MemoryError, the one of lowest rank raises it, and all
+        others exit with status 2 and print nothing. (Another error ends its own process, and
+        torchrun then ends the others.)"""
         error = None
         try:
             yield

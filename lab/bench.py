@@ -579,7 +579,8 @@ def bench_requests(name, model, text, device, own=BenchConfig()):
     for case, call in calls.items():
         tell(f"{REQUESTS} requests, {SLOTS[name]} slots", case, call, times[case], None,
              (first, times[first]), device)
-    for case in [case for case in cases if case.endswith("depth") and first == baseline]:
+    batched = [case for case in cases if case.endswith("depth")]
+    for case in batched if first == baseline else ():       # skip= may leave out the baseline
         loops = [loop for request in answered[case] for loop in request.exits]
         # A prompt's tokens take all loops of relaxed. The prompt's last token is the first entry of
         # exits. In mor the router decides for them, too, and exits does not say how, so that only

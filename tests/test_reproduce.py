@@ -142,10 +142,28 @@ def test_a_log_without_the_last_evaluation_is_told(tmp_path, monkeypatch):
                             made_from=lambda run: {}, made_by=lambda threads: {}).items():
         monkeypatch.setattr(reproduce, name, value)
     (tmp_path / "keys.json").write_text("{}")
-    for log in "", '{"step": 4, "val_ce": 1}\n{"step": 6, "ce": 1, "lr": 1}\n':
+    for log in "", '{"step": 4, "seconds": 1, "val_ce": 1}\n{"step": 6, "seconds": 2, "ce": 1, "lr": 1}\n':
         (tmp_path / "log.jsonl").write_text(log)
         with pytest.raises(UserError, match="lacks the evaluation of step 6"):
             reproduce.record(run)
+
+
+def test_a_run_that_lost_the_checkpoint_it_continues(tmp_path, monkeypatch):
+    """It gets the checkpoint again, because train.py would begin at step 0. If that is gone, too, nothing is deleted."""
+    for name, value in dict(python=lambda *command, **more: None, file_options=lambda run: {}, made_from=lambda run: {},
+                            made_by=lambda threads: {}).items():
+        monkeypatch.setattr(reproduce, name, value)
+    source, folder = tmp_path / "step_3.pt", tmp_path / "r"
+    source.write_text("three")
+    run = SimpleNamespace(folder=folder, name="r", start=str(source), arguments=[], needs=[])
+    for _ in range(2):
+        reproduce.start(run)
+        assert (folder / "ckpt.pt").read_text() == "three"
+        (folder / "ckpt.pt").unlink()
+    source.unlink()
+    with pytest.raises(UserError, match="step_3.pt is gone: delete .*, and the same command makes it again"):
+        reproduce.start(run)
+    assert (folder / "keys.json").exists()
 
 
 @pytest.mark.parametrize("words, runs", [(["quick"], False), (["quick", "again"], True), (["quick", "write"], None), ([], None)])
