@@ -62,7 +62,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.data import check_dataset, folder_name, load_data, repeated
+from common.data import check_dataset, data_folder, folder_name, load_data, repeated
 from common.options import (UserError, check_name, first_line, lock, need, note, put_back, run_cli,
                             sha256_of, split_args, typed_config)
 from common.tokenizer import (HUB_NAME, SURROGATE, ByteTokenizer, CharTokenizer, check_back,
@@ -514,6 +514,14 @@ def prepare(cfg) -> Path:
           * ("left_out" in meta)
           + f"; train.py takes it as dataset={name}" * bool(cfg.name))
     return folder
+
+
+def prepare_missing(cfg):
+    """Prepare the data set of cfg, the options of a run, if it is missing and its texts are local
+    files."""
+    local = cfg.dataset in ("python", *HELD_OUT) or cfg.dataset.startswith("file:")
+    if local and not data_folder(cfg).exists():
+        prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
 
 
 def check_settings(cfg):

@@ -44,7 +44,7 @@ import torch
 import graphs
 from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_start, load_teacher,
                                read_log, save_checkpoint, stamp)
-from common.data import TextBatches, bits_per_byte, data_folder, is_task, open_data
+from common.data import TextBatches, bits_per_byte, is_task, open_data
 from common.device import Processes, compiles, device_name, stop_request
 from common.log import Log, in_words
 from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
@@ -54,7 +54,7 @@ from common.optim import (blocks_of, load_optimizers, loop_starts, lr_factor, ma
                           set_budget, set_schedules, tokens_per_step)
 from common.sharded import gathered, shard, whole
 from common.tasks import TaskBatches, count_right
-from prepare import HELD_OUT, PrepareConfig, prepare, tell_changes
+from prepare import prepare_missing, tell_changes
 from sample import sample_text
 
 KEPT = "and what was saved is kept"     # the end of error messages
@@ -482,9 +482,8 @@ def open_batches(cfg, block_size, world):
     take."""
     if is_task(cfg.dataset):
         return TaskBatches(cfg, block_size)
-    local = cfg.dataset in ("python", *HELD_OUT) or cfg.dataset.startswith("file:")
-    if world == 1 and local and not data_folder(cfg).exists():
-        prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
+    if world == 1:
+        prepare_missing(cfg)
     batches = TextBatches(open_data(cfg), cfg, block_size)
     tell_changes(batches.train.folder, batches.train.meta)
     return batches

@@ -53,7 +53,7 @@ from common.options import (HERE, TrainConfig, UserError, asks_help, check_known
                             run_cli, sha256_of, split_args, typed_config)
 from lab.eval import config_of
 from lab.plot import draw
-from prepare import tell_changes
+from prepare import prepare_missing, tell_changes
 
 LAB, OUT = HERE / "lab", HERE / "out"
 TIERS = "quick", "cpu", "gpu"
@@ -161,7 +161,7 @@ class Run:
         """`earlier` is {(label, seed): Run} of the rows above."""
         self.experiment, self.label, self.row, self.seed = experiment, label, row, seed
         self.result, self.needs = None, []      # its line of the results; runs that it starts from
-        options = f"{experiment.options} {row['options']} seed={seed} sample_tokens=0"
+        options = f"{experiment.options} {row['options']}"
         for other in re.findall("{(.*?)}", options):
             if (other, seed) not in earlier:
                 raise UserError(f"it starts from {other!r}, which is no row above it with seed "
@@ -169,8 +169,9 @@ class Run:
             self.needs.append(earlier[other, seed])
             options = options.replace("{%s}" % other, f"out/{self.needs[-1].name}")
         self.options = split_args(options.split())[1]
-        if taken := {"out_dir", "run", "resume"} & self.options.keys():
+        if taken := {"out_dir", "run", "resume", "seed"} & self.options.keys():
             raise UserError(f"{min(taken)}= is set by the reproduction, and a row cannot have it")
+        self.options |= {"seed": str(seed), "sample_tokens": "0"}
         self.start = self.options.pop("from", "")   # the checkpoint that it goes on from
         self.arguments = [f"{name}={value}" for name, value in self.options.items()]
         options = " ".join(self.arguments)
@@ -243,17 +244,23 @@ def made_from(run):
     """Return the fingerprints of the prepared text, of the model's files, and of the last weights
     of the runs that this one starts from. The fingerprint of the text is what a checkpoint has as
     "data". It is None where no text is prepared, as for a task."""
-    values = {"model": "gpt", **file_options(run), **run.options}
-    where = {"dataset", "tokenizer", "data_dir"} & values.keys()
-    cfg = typed_config(TrainConfig, {name: values[name] for name in where})
-    meta = data_folder(cfg) / "meta.json"
+    meta = data_folder(text_of(run)) / "meta.json"
     splits = read_json(meta)["splits"] if meta.exists() else {}
     if splits:
         tell_text(meta)
     text = " ".join(splits[split]["sha256"] for split in ("train", "val") if split in splits)
     start = [(other.result or {}).get("weights") for other in run.needs]
-    return {"text": text or None, "model": code_of(f"model_{values['model']}"),
+    model = {"model": "gpt", **file_options(run), **run.options}["model"]
+    return {"text": text or None, "model": code_of(f"model_{model}"),
             "start": start if all(start) else None}
+
+
+def text_of(run, given=None):
+    """Return a TrainConfig with the text of a run, or of its evaluation with the options `given`.
+    Its other options are defaults."""
+    values = {**file_options(run), **run.options, **(given or {})}
+    where = {"dataset", "tokenizer", "data_dir"} & values.keys()
+    return typed_config(TrainConfig, {name: values[name] for name in where})
 
 
 @cache
@@ -270,9 +277,12 @@ def code_of(module):
     todo, trees = [module], {}
     while todo:
         name = todo.pop()
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError:     # of "triton.language" on a machine without triton
+            spec = None
         file = Path(spec.origin) if spec and spec.has_location else Path("/")
-        ours = HERE in file.parents and "site-packages" not in file.parts
+        ours = name == module or HERE in file.parents and "site-packages" not in file.parts
         if name in trees or not ours or name.split(".")[0] in ("common", "lab"):
             continue
         trees[name] = tree = ast.parse(file.read_text())
@@ -328,6 +338,7 @@ def start(run):
     """Start or resume the training of a run, and return its process. If its config file, text,
     model or start has changed since, its folder is deleted, and it begins again. FOLDER.txt
     receives the output."""
+    code_of.cache_clear()       # a file may have changed since an earlier run was begun
     options, file = file_options(run), run.folder / "keys.json"
     was = read_json(file) if file.exists() else {}
     made = was.pop("made_from", {})
@@ -407,7 +418,8 @@ def record(run):
     """Evaluate a run that has been trained, and write its line of the results. Return False if an
     evaluation fails."""
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
-    made = read_json(run.folder / "keys.json").get("made_from", {})
+    keys = read_json(run.folder / "keys.json")      # the config file may have changed since
+    made = keys.pop("made_from", {})
     if "commit" not in made:                            # an older version began the run
         made = {**made_by(THREADS), **made_from(run), **made}
     made["text"] = trained_on(run, ckpt)
@@ -419,8 +431,7 @@ def record(run):
     # If the run has fewer steps than log_interval, the log has no line of a training step. Then the
     # speed is that of the whole run.
     speeds = [row["tokens_per_second"] for row in steps] or [log[-1]["tokens"] / log[-1]["seconds"]]
-    result = {"command": run.command, **made, "keys": file_options(run),
-              "weights": fingerprint(ckpt)[:16],
+    result = {"command": run.command, **made, "keys": keys, "weights": fingerprint(ckpt)[:16],
               "parameters": sum(p.numel() for p in build_model(ckpt).parameters()),
               "tokens_per_second": median(speeds),
               **{k: v for k, v in evaluation.items() if k.startswith("val_")},
@@ -445,11 +456,22 @@ def record(run):
 
 def benches(experiment, runs):
     """Return the experiment's calls of lab.bench, {command: its line in results/NAME.jsonl, or
-    None}. A call measures runs of three seeds at most, because times hardly depend on the seed."""
+    None}. A call measures runs of three seeds at most, because times hardly depend on the seed. Its
+    line has the weights of these runs, and it is no longer valid when they were made again."""
     folders = " ".join(f"out/{run.name}" for run in runs if run.seed <= 3)
-    lines = read_results(experiment)
+    lines, now = read_results(experiment), weights_of(runs)
     commands = [f"bench.py {args.replace('{rows}', folders)}" for args in experiment.bench]
-    return {command: lines.get(command) for command in commands}
+
+    def still_valid(line):      # None stands for unknown weights
+        return all(None in pair or pair[0] == pair[1] for pair in zip(line.get("weights", ()), now))
+    return {command: lines[command] if command in lines and still_valid(lines[command]) else None
+            for command in commands}
+
+
+def weights_of(runs):
+    """Return the fingerprints of the last weights of the runs that `benches` measures, in the order
+    of its folders. None stands for a run that has none yet."""
+    return [(run.result or {}).get("weights") for run in runs if run.seed <= 3]
 
 
 def measure(experiment, runs):
@@ -467,7 +489,8 @@ def measure(experiment, runs):
             print(f"{command}: {last}")
             failed.append(command)
             continue
-        line = {"command": command, **made_by(torch.get_num_threads())}
+        line = {"command": command, **made_by(torch.get_num_threads()),
+                "weights": weights_of(runs)}
         if arguments[0] == "runs":
             line["speed"] = {Path(f).name: v for f, v in json.loads(last).items()}
         append(experiment, line)
@@ -790,7 +813,11 @@ def reproduce(plans):
     jobs = 1 if "gpu" in {experiment.tier for experiment in plans} else JOBS
     by_seed = [run for runs in plans.values() for run in sorted(runs, key=lambda run: run.seed)]
     try:
-        failed = train_all(missing(by_seed), jobs)
+        todo = missing(by_seed)
+        for run in todo:        # before hours of training, and not in two processes at once
+            for options in ("", *run.row["evaluate"].values()):
+                prepare_missing(text_of(run, split_args(options.split())[1]))
+        failed = train_all(todo, jobs)
         return failed + [command for e, runs in plans.items() for command in measure(e, runs)]
     finally:
         stop_all()

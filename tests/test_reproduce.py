@@ -114,16 +114,27 @@ def test_two_callers(tmp_path, monkeypatch):
 
 
 def test_the_first_seed_comes_first_and_a_gpu_has_one_run_at_a_time(tmp_path, monkeypatch):
-    seen = []
-    for name, value in (("OUT", tmp_path), ("signal", Mock()),
+    seen, texts = [], []
+    for name, value in (("OUT", tmp_path), ("signal", Mock()), ("prepare_missing", lambda cfg: texts.append(cfg.dataset)),
                         ("train_all", lambda runs, jobs: seen.append((jobs, [(r.label, r.seed) for r in runs])) or [])):
         monkeypatch.setattr(reproduce, name, value)
     for tier, jobs in ("cpu", reproduce.JOBS), ("gpu", 1):
-        experiment = reproduce.Experiment("mine", "a trial", tier, seeds=2, rows={"a": "", "b": "init_from={a}"})
+        experiment = reproduce.Experiment("mine", "a trial", tier, seeds=2, rows={"a": "", "b": "init_from={a}"},
+                                          options="dataset=packages", evaluate={"tune": "dataset=packages-tune"})
         reproduce.reproduce({experiment: reproduce.plan(experiment)})
         unlock(tmp_path)
         assert seen.pop() == (jobs, [("a", 1), ("b", 1), ("a", 2), ("b", 2)])
-    assert reproduce.JOBS > 1
+    assert reproduce.JOBS > 1 and texts == ["packages", "packages-tune"] * 8     # an evaluation's text is not missing in the end
+
+
+def test_a_benchmark_is_of_the_last_weights(monkeypatch):
+    experiment, lines = reproduce.Experiment("mine", "a trial", "cpu", seeds=1, rows={"a": ""}, bench=["runs {rows}"]), {}
+    monkeypatch.setattr(reproduce, "read_results", lambda experiment: lines)
+    run, = reproduce.plan(experiment)
+    command, = reproduce.benches(experiment, [run])
+    for was, now, valid in (["x"], "x", True), (["x"], "y", False), (["x"], None, True), (None, "y", True):
+        lines[command], run.result = {"command": command} | ({"weights": was} if was else {}), {"weights": now}
+        assert bool(reproduce.benches(experiment, [run])[command]) == valid
 
 
 def test_the_fingerprint_of_code_is_that_of_every_python():
@@ -146,6 +157,18 @@ def test_a_log_without_the_last_evaluation_is_told(tmp_path, monkeypatch):
         (tmp_path / "log.jsonl").write_text(log)
         with pytest.raises(UserError, match="lacks the evaluation of step 6"):
             reproduce.record(run)
+
+
+def test_a_result_has_the_config_file_that_it_was_trained_with(tmp_path, monkeypatch):
+    """The file may change while the run trains."""
+    run, results = SimpleNamespace(folder=tmp_path, command="c", row={"evaluate": {}}, experiment=SimpleNamespace(picture=[])), []
+    for name, value in dict(load_checkpoint=lambda path: {"step": 6}, trained_on=lambda run, ckpt: None, fingerprint=lambda ckpt: "w",
+                            build_model=lambda ckpt: torch.nn.Linear(1, 1), file_options=lambda run: {"batch_size": 13},
+                            append=lambda experiment, line: results.append(line)).items():
+        monkeypatch.setattr(reproduce, name, value)
+    (tmp_path / "keys.json").write_text('{"batch_size": 12, "made_from": {"commit": "a"}}')
+    (tmp_path / "log.jsonl").write_text('{"step": 6, "seconds": 2, "val_ce": 1, "tokens": 6, "flops": 1}\n')
+    assert reproduce.record(run) and results[0]["keys"] == {"batch_size": 12} and results[0]["commit"] == "a"
 
 
 def test_a_run_that_lost_the_checkpoint_it_continues(tmp_path, monkeypatch):
@@ -273,6 +296,7 @@ def test_what_tells_a_run_apart(tmp_path, monkeypatch):
     results.write_text(both)
     assert done(3, "{}") == [True, True]
     for mistake, told in {"row: 5": "trial.yaml: .*row", "rows: {y: 'from={x}'}": "no row above", "rows: {y: run=z}": "y: run= is set",
+                          "rows: {y: seed=2}": "y: seed= is set",
                           "rows: {y: nlayer=1}": "trial.yaml: y: unknown option 'nlayer'",
                           "rows: {y: qk_norm=maybe}": "trial.yaml: y: qk_norm must be true or false",
                           "rows: {y: ''}\nevaluate: {half: lenghts=1}": "trial.yaml: y: unknown option 'lenghts'",
@@ -303,7 +327,7 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(reproduce, "OUT", tmp_path / "out")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "model_mine.py").write_text("import parts_of_mine\nx = 1\n")
-    (tmp_path / "parts_of_mine.py").write_text('"""Words."""\ny = 1\n')
+    (tmp_path / "parts_of_mine.py").write_text('"""Words."""\nimport not_here.language\ny = 1\n')
     meta = tmp_path / "data" / "mine" / "meta.json"
     meta.parent.mkdir(parents=True)
     split = lambda sha256: json.dumps({"splits": {"train": {"sha256": sha256}, "val": {"sha256": "b"}}})
@@ -325,7 +349,7 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().out.partition("note: ")[2].partition(";")[0]
     first = reproduce.made_from(runs[0])
     assert first["text"] == "a b" and told(first, first) == told({}, first) == told(first, None) == ""
-    (tmp_path / "parts_of_mine.py").write_text('"""Other words."""\ny = 1     # one\n')
+    (tmp_path / "parts_of_mine.py").write_text('"""Other words."""\nimport not_here.language\ny = 1     # one\n')
     assert told(first, first) == ""
     (tmp_path / "parts_of_mine.py").write_text("y = 2\n")
     assert told(first, first) == "2 of these runs were made with another version of the model's code (CHANGELOG.md tells what changes results)"
@@ -343,6 +367,11 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     assert "book.txt has another size, date, content than when " in told(None, None) and told(None, None) == ""
     meta.write_text(split("c"))
     told(first, {})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr(reproduce, "HERE", tmp_path / "elsewhere")      # a model may lie outside of the repository
+    reproduce.code_of.cache_clear()
+    assert reproduce.code_of("model_mine") != hashlib.sha256(b"").hexdigest()[:16]
+    monkeypatch.setattr(reproduce, "HERE", tmp_path)
     reproduce.forget(runs)
     assert [run.result for run in runs] == [None, None]
     for words, told in {("ratse",): "unknown experiment 'ratse': did you mean rates",

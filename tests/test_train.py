@@ -21,6 +21,7 @@ import torch
 from common import checkpoint, device, huggingface, log, options, optim
 from common.data import Windows
 from lab import eval as evaluation
+import prepare
 import runs
 import sample
 import train
@@ -219,7 +220,7 @@ def test_any_number_of_processes_evaluates(monkeypatch):
 def test_a_run_holds_the_tokenizer_of_its_data(tmp_path, data_dir):
     """lab.eval looks for it in other data sets. The data set's name does not tell it."""
     (tmp_path / "a.txt").write_text("abcde\n" * 99)
-    train.prepare(train.PrepareConfig(f"file:{tmp_path}/a.txt", "char", str(tmp_path), name="named"))
+    prepare.prepare(prepare.PrepareConfig(f"file:{tmp_path}/a.txt", "char", str(tmp_path), name="named"))
     argv = runs.arguments("gpt", tmp_path, tmp_path, "dataset=named", f"config={ROOT}/configs/gpt_tiny.yaml")
     assert train.setup([key for key in argv if key != "tokenizer=byte"]).cfg.tokenizer == "char"
 
@@ -228,7 +229,7 @@ def test_weights_of_another_tokenizer_are_refused(tmp_path, data_dir):
     """Both data sets have six characters, but not the same ones."""
     for name, text in ("first", "abcde\n" * 99), ("second", "abcdx\n" * 99):
         (tmp_path / f"{name}.txt").write_text(text)
-        train.prepare(train.PrepareConfig(f"file:{tmp_path}/{name}.txt", "char", str(tmp_path / "data"), name=name))
+        prepare.prepare(prepare.PrepareConfig(f"file:{tmp_path}/{name}.txt", "char", str(tmp_path / "data"), name=name))
     words = [f"data_dir={tmp_path}/data", "tokenizer=char", "max_steps=1"]
     run = runs.run("gpt", tmp_path, data_dir, *words, "dataset=first").folder
     for how in ["resume=true"], ["run=other", f"init_from={run}"], ["run=other", f"teacher={run}"]:
