@@ -574,7 +574,8 @@ TILES = {
 @functools.cache
 def has_large_blocks(device):
     """Return whether a program may use 160 KB of a multiprocessor's shared memory, as on sm_80 and
-    sm_90. Otherwise tiles are chosen for 64 KB."""
+    sm_90. Otherwise tiles are chosen for 64 KB. (The keys' gradients need 1 KB more in float32 with
+    head sizes above 128, so that sm_75 cannot train these.)"""
     if device.type != "cuda":
         return True  # the interpreter
     properties = torch.cuda.get_device_properties(device)
@@ -593,7 +594,7 @@ def split_count(n_heads, S):
     """Return how many splits the S keys of one query are cut into. n_heads is B H. There are so
     many that all heads together have about two programs for each of the 132 multiprocessors of an
     H200, but no more than S / 256 and MOST_SPLITS, and at least one."""
-    return max(1, min(MOST_SPLITS, 264 // n_heads, S // 256))
+    return max(1, min(MOST_SPLITS, 264 // max(1, n_heads), S // 256))
 
 
 def scan_options(chunk):

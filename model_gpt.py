@@ -345,8 +345,8 @@ class LanguageModel(nn.Module):
         targets (B, T)   the tokens to predict; -1 is not counted
         cache            made by init_cache; it holds the tokens before idx, and after the call
                          those of idx, too
-        n_valid (B,)     with a cache: how many of each row's T tokens are real; the others are
-                         padding on the right, and their logits mean nothing
+        n_valid (B,)     int64, with a cache: how many of each row's T tokens are real; the others
+                         are padding on the right, and their logits mean nothing
 
         Returns logits (B, T, V) in float32 or better, the loss (None without targets) and a dict,
         which has the cross-entropy, "ce", if there are targets. (A model's loss may have further
@@ -491,12 +491,14 @@ def compute_dtype(x):
 
 
 def check_call(idx, cache, n_valid):
-    """Raise ValueError if idx (B, T) is empty, if n_valid (B,) comes without a cache, or if one of
-    them has another number of rows than the cache."""
+    """Raise ValueError if idx (B, T) is empty, if n_valid (B,) comes without a cache or in another
+    dtype than int64, or if one of them has another number of rows than the cache."""
     if idx.numel() == 0:
         raise ValueError(f"idx {tuple(idx.shape)} holds no token")
     if n_valid is not None and cache is None:
         raise ValueError("n_valid is for a call with a cache")
+    if n_valid is not None and n_valid.dtype != torch.int64:    # in uint8, 1 - 2 would be 255
+        raise ValueError(f"n_valid must be int64, and not {n_valid.dtype}")
     for name, x in (("idx", idx), ("n_valid", n_valid)):
         if cache is not None and x is not None and len(x) != len(cache.lengths):
             raise ValueError(f"{name} has {len(x)} rows, and the cache has {len(cache.lengths)}")

@@ -36,6 +36,9 @@ import triton.language as tl
 from kernels_triton import narrow
 
 ROWS = tl.constexpr(32)  # A program reads at most this many keys or queries at once.
+# One variant of a kernel serves all values of these arguments, as kernels_triton.py explains.
+COUNTS = dict(do_not_specialize=["i", "K", "Q", "B", "HEADS", "rows"],
+              do_not_specialize_on_alignment=["bias_ptr", "lse_ptr", "delta_ptr", "p_ptr", "r_ptr"])
 
 
 @triton.jit
@@ -57,7 +60,7 @@ def launch(kernel, programs, *arguments, width):
         kernel[programs,](*arguments, width, BLOCK=triton.next_power_of_2(width))
 
 
-@triton.jit
+@triton.jit(**COUNTS)
 def add_and_norm_kernel(x_ptr, update_ptr, sum_ptr, n_ptr, x_a, B, eps, C, BLOCK: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = load(x_ptr, row // B * x_a + row % B * C + c, c < C)
@@ -75,7 +78,7 @@ def add_and_norm(x, update, eps):
     return total, n
 
 
-@triton.jit
+@triton.jit(**COUNTS)
 def add_norm_backward_kernel(d_ptr, dn_ptr, n_ptr, r_ptr, sum_ptr, low_ptr, d_a, n_a, r_a, B, C,
                              BLOCK: tl.constexpr):
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -95,7 +98,7 @@ def add_norm_backward(d, dn, n, r):
     return total, low
 
 
-@triton.jit
+@triton.jit(**COUNTS)
 def read_pairs_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, out_ptr, a_ptr, i, K, Q, HEADS, D,
                       BLOCK: tl.constexpr):
     """This is the online softmax that kernels_triton.py explains. It starts with the pair of score
@@ -123,7 +126,7 @@ def read_pairs(q, k, v, bias, lse, out):
     return a
 
 
-@triton.jit
+@triton.jit(**COUNTS)
 def add_pair_grad_kernel(dk_ptr, dv_ptr, q_ptr, v_ptr, p_ptr, da_ptr, delta_ptr, v_z, p_z, delta_z,
                          rows, D, BLOCK: tl.constexpr):
     z, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -147,7 +150,7 @@ def add_pair_grad(dk, dv, q, v, p, da, delta):
            *(x.stride(0) for x in (v, p, delta)), rows, width=D)
 
 
-@triton.jit
+@triton.jit(**COUNTS)
 def write_query_grad_kernel(da_out_ptr, delta_ptr, da_ptr, a_ptr, delta_z, Q, D,
                             BLOCK: tl.constexpr):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)

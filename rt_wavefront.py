@@ -261,7 +261,11 @@ NormParts = namedtuple("NormParts", "n r")  # of a norm n = x r
 
 def norm_parts(x, eps):
     """Return the RMS norm of x in float32 or better, n = x r, and its r (..., 1)."""
-    return NormParts(*torch.ops.aten._fused_rms_norm(upcast(x), [x.size(-1)], None, eps))
+    x = upcast(x)
+    if x.device.type == "mps":      # its kernel needs a weight
+        r = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return NormParts(x * r, r)
+    return NormParts(*torch.ops.aten._fused_rms_norm(x, [x.size(-1)], None, eps))
 
 
 def heads(rows, weight, rope, eps, B, D):

@@ -48,8 +48,8 @@ from common.data import TextBatches, bits_per_byte, is_task, open_data
 from common.device import Processes, compiles, device_name, stop_request
 from common.log import Log, in_words
 from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
-                            help_text, is_inside, lock, merge, model_module, note, read_text,
-                            run_cli, say, split_args)
+                            help_text, is_inside, lacks_memory, lock, merge, model_module, note,
+                            read_text, run_cli, say, split_args)
 from common.optim import (blocks_of, load_optimizers, loop_starts, lr_factor, make_optimizers,
                           set_budget, set_schedules, tokens_per_step)
 from common.sharded import gathered, shard, whole
@@ -378,6 +378,8 @@ def restore(run, ckpt):
     try:
         load_optimizers(run.optimizers, ckpt["optimizers"], run.step, run.cfg)
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as e:
+        if lacks_memory(e):
+            raise
         raise UserError(f"resume: the checkpoint does not fit: {first_line(e)}") from e
     if run.step >= run.cfg.max_steps:
         note(f"nothing is left to train: the checkpoint is of step {run.step}, and "
@@ -583,6 +585,8 @@ def record_micro_step(run):
     try:
         graph = graphs.Graph(recorded, (x, y, weight))
     except RuntimeError as e:
+        if lacks_memory(e.__context__ or e):
+            raise
         why = first_line(e.__context__ or e)
         raise UserError(f"compile=graph: a step of model={run.cfg.model} with these options cannot "
                         f"be recorded (compile=auto trains it): {why}") from e

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from common.device import auto_dtype
-from common.options import (UserError, first_line, is_inside, known, model_module, names, naming,
-                            note, open_file, run_cli, split_args, typed_config)
+from common.options import (UserError, first_line, is_inside, known, lacks_memory, model_module,
+                            names, naming, note, open_file, run_cli, split_args, typed_config)
 from common.tokenizer import load_tokenizer
 
 # Every checkpoint has these fields. New ones also have "precision" (train.state), and old ones have
@@ -85,9 +85,11 @@ def load_checkpoint(path):
             state = torch.load(f, map_location="cpu", weights_only=True)
         if any(type(state[name]) is not kind for name, kind in FIELDS.items()):
             raise ValueError("it is another file of torch's")
-    except (OSError, MemoryError):
+    except OSError:
         raise
     except Exception as e:      # torch fails on foreign files with errors of many kinds
+        if lacks_memory(e):
+            raise
         raise UserError(f"{path} is damaged or is not a checkpoint of this project: its checksum "
                         f"or its format is wrong") from e
     try:
@@ -138,6 +140,8 @@ def build_model(ckpt, **overrides):
         else:
             model.load_state_dict(ckpt["weights"])
     except (TypeError, ValueError, RuntimeError) as e:
+        if lacks_memory(e):
+            raise
         reason = (str(e).splitlines() or [type(e).__name__])[-1].strip()
         raise UserError(f"the checkpoint does not fit model_{ckpt['model']}.py: {reason}") from e
     return model
@@ -169,6 +173,8 @@ def load_start(start):
     becomes empty if the checkpoint is the run's own. Then the checkpoint has an entry "stamp", by
     which train.py sees whether another job has saved a newer one before the folder was locked."""
     own = start.folder / "ckpt.pt"
+    if start.resume == "true" and start.init_from and not start.eval_only:
+        note(f"init_from={start.init_from} is not read, because resume=true goes on from {own}")
     if start.eval_only and start.init_from:
         start.resume = "false"
     if start.resume == "auto":                  # a scheduler starts the same command repeatedly

@@ -31,7 +31,7 @@ def pick_device(name, world=1):
         device = torch.device(f"cuda:{local}" if name == "cuda" else name)
         torch.ones(1, device=device).item()     # fails if this machine has no such device
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as e:
-        if name == "cuda" and world > 1 and torch.cuda.is_available():
+        if name == "cuda" and world > 1 and 0 < torch.cuda.device_count() <= int(local):
             raise UserError(f"there is no GPU {local} for this process: start at most one process "
                             f"for each GPU") from e
         raise UserError(f"device={name} cannot be used: {first_line(e)} (device=auto finds "

@@ -100,7 +100,7 @@ def unrolled(model):
         return model
     if type(model).__module__ == "model_relaxed":
         layers = [(block, use) for use in range(model.loops_to_run) for block in model.blocks]
-    elif getattr(c, "router", "") == "none" and c.kv != "share":
+    elif type(model).__module__ == "model_mor" and c.router == "none" and c.kv != "share":
         n_inner = c.n_stored * model.loops_to_run
         recursions = [model.blocks[k] for k in c.order[:n_inner]]
         layers = [(block, None) for block in (*model.first, *recursions, *model.last)]

@@ -218,15 +218,14 @@ def set_schedules(group, step, cfg):
 
 def lr_factor(step, cfg):
     """Return the fraction of the peak learning rate for the update after `step` completed steps."""
-    if cfg.lr_schedule != "linear" and step < cfg.warmup_steps:
-        return (step + 1) / (cfg.warmup_steps + 1)
+    warmup = 0 if cfg.lr_schedule == "linear" else cfg.warmup_steps
     if cfg.lr_schedule == "cosine":
-        progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+        progress = max(0, step - warmup) / max(1, cfg.max_steps - warmup)
         factor = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     else:
         cooldown = cfg.cooldown_frac * cfg.max_steps
         factor = min(1.0, (cfg.max_steps - step) / cooldown) if cooldown else 1.0
-    return cfg.min_lr_frac + (1 - cfg.min_lr_frac) * factor
+    return min((step + 1) / (warmup + 1), cfg.min_lr_frac + (1 - cfg.min_lr_frac) * factor)
 
 
 def loop_starts(model_cfg, max_steps):

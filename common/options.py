@@ -116,6 +116,11 @@ DEVICE = "(CUDA|HIP|MPS) error|(CUBLAS|CUDNN|CUSOLVER)_STATUS"
 LOST = r"[Cc]onnection (was )?(closed|reset)|[Bb]roken pipe|remote process exited|ncclRemoteError"
 
 
+def lacks_memory(e):
+    """Return whether an error says that memory is too small. torch has a RuntimeError for this."""
+    return isinstance(e, MemoryError) or re.search(TOO_LARGE, str(e)) is not None
+
+
 def in_one_line(e):
     """Return what to tell about an error of the input, the machine or a library. Return None for
     another error, which is a bug, so that its traceback is shown."""
@@ -125,7 +130,7 @@ def in_one_line(e):
     first = (lines or [type(e).__name__])[0][:300]
     if isinstance(e, UserError):
         return " ".join(str(e).split())
-    if isinstance(e, MemoryError) or re.search(TOO_LARGE, str(e)):
+    if lacks_memory(e):
         return f"not enough memory: {first}"
     if isinstance(e, OSError):                  # a path is wrong, or a disk is full
         reason = e.strerror or first

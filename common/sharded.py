@@ -8,7 +8,8 @@ recursions, LRT's passes), or all at the same time (RT's wavefront), would be ga
 gradients summed, once for each run. So a model of such blocks (runs_blocks_once is False) is a
 single unit, which is gathered once a micro-batch. Gradients are summed and sharded after each
 micro-batch, because each process would keep them whole otherwise. A checkpoint holds whole tensors,
-the same as without sharding.
+the same as without sharding. In bfloat16 without torch.compile, autograd keeps 16-bit copies of the
+gathered weights until the backward pass.
 
 torch's modules for this take half a second to import, so that functions import them.
 """

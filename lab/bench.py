@@ -23,9 +23,9 @@ Each line names the measurement, its mode, and a case. Then come these numbers:
     MiB         the most memory that the case holds during a call (see peak_memory)
     x           the time of a step as a multiple of the baseline's; less than 1 is faster
     tokens/s    the tokens of all rows in a second
-    MFU, MBU    on a known GPU: the fraction of its peak that the model's FLOPs reach, and the
-                fraction of its memory's bandwidth that a step takes to read weights and cache (a
-                weight that is shared by loops counts in each of them)
+    MFU, MBU    on a known GPU: the fraction of its bfloat16 peak that the model's FLOPs reach, and
+                the fraction of its memory's bandwidth that a step takes to read weights and cache
+                (a weight that is shared by loops counts in each of them)
     launches    how many kernels an eager step launches, approximately (see Counting)
 
 Options of lab.bench itself:

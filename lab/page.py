@@ -12,8 +12,8 @@ API. It is for trained models that loop over depth (relaxed, mor).
 
 Clients of OpenAI's completions work here, such as openai's package and curl. The class Completion
 lists what they may ask for. Any other option is refused, unless its value asks for nothing: 0,
-false, "", [], {} or null. Beside OpenAI's fields a choice has `depths`, which are the loops,
-counted from 1, after which its tokens were predicted.
+false, "", [], {} or null (so logprobs=0 gives none). Beside OpenAI's fields a choice has `depths`,
+which are the loops, counted from 1, after which its tokens were predicted.
 """
 import asyncio
 import itertools
@@ -243,8 +243,8 @@ def main(argv):
             if twin in runs:
                 raise UserError(f"two runs are named {twin}: each needs a name of its own")
             runs[twin] = PageEngine(model, tokenizer, cfg)
-    if cfg.exit and not any(run.rule for run in runs.values()):
-        raise UserError("exit= is for relaxed, and none of these runs is one")
+    if (cfg.exit or cfg.fill != "exact") and all(run.adapter.routed for run in runs.values()):
+        raise UserError("exit= and fill= are for relaxed, and none of these runs is one")
     with naming(f"host={cfg.host} port={cfg.port}"):
         try:
             family, *_, (address, *_) = socket.getaddrinfo(cfg.host, cfg.port)[0]

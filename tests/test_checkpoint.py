@@ -98,6 +98,19 @@ def test_damaged_checkpoints_are_refused(damage, sound, tmp_path):
             checkpoint.load_checkpoint(path)
 
 
+def test_a_sound_file_is_not_called_damaged_where_memory_is_short(sound, tmp_path, monkeypatch):
+    def full(*args, **more):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    (tmp_path / "a.pt").write_bytes(sound[0])
+    ckpt = checkpoint.load_checkpoint(tmp_path / "a.pt")
+    monkeypatch.setattr(torch, "load", full)
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", full)
+    for call in (lambda: checkpoint.load_checkpoint(tmp_path / "a.pt")), lambda: checkpoint.build_model(ckpt):
+        with pytest.raises(RuntimeError, match="allocate") as told:
+            call()
+        assert options.in_one_line(told.value).startswith("not enough memory: ")
+
+
 def test_whole_files_that_no_run_saves(sound, tmp_path, capsys):
     """These files have right checksums around other contents, and each is refused in one line. An option that the model
     does not have is dropped."""

@@ -149,6 +149,15 @@ def test_what_no_llama_computes_is_refused_and_harms_nothing(model, keys, data_d
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "kept" and not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("name, keys", [("mor", {"router": "none"}), ("relaxed", {}), ("gpt", {})])
+def test_a_fork_may_compute_something_else(name, keys):
+    model = tiny(name, **keys)
+    assert huggingface.unrolled(model)
+    model.__class__ = type("Model", (type(model),), {"__module__": "model_fork"})
+    with pytest.raises(UserError, match="model_fork computes what no Llama does"):
+        huggingface.unrolled(model)
+
+
 def test_an_export_replaces_an_export_and_nothing_else(data_dir, tmp_path, monkeypatch):
     """Files that transformers reads besides ours are refused. What fails, or was killed before, leaves nothing."""
     run, hf = str(runs.run("gpt", tmp_path, data_dir, "max_steps=1").folder), tmp_path / "new" / os.fsdecode(b"caf\xe9")

@@ -230,6 +230,7 @@ def test_limits_are_errors(name):
              ("holds no token", lambda: model.eval()(tokens(1, 0))),
              ("idx has 1 rows, and the cache has 2", lambda: model(tokens(1, 3), cache=model.init_cache(2, 10))),
              ("n_valid has 1 rows", lambda: model(tokens(2, 3), cache=model.init_cache(2, 10), n_valid=torch.tensor([2]))),
+             ("n_valid must be int64", lambda: model(tokens(1, 2), cache=cache, n_valid=torch.tensor([1], dtype=torch.uint8))),
              ("for a call with a cache", lambda: model(tokens(2, 3), n_valid=torch.tensor([2, 3]))),
              ("for a call with a cache", lambda: model.train()(tokens(2, 3), tokens(2, 3), n_valid=torch.tensor([2, 3])))]
     if model.context_limit is not None:

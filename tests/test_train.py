@@ -217,6 +217,23 @@ def test_any_number_of_processes_evaluates(monkeypatch):
     assert device.Processes(TrainConfig(eval_only=True, gradient_accumulation_steps=1, device="cpu")).world == 3
 
 
+@pytest.mark.parametrize("local, told", [("2", "there is no GPU 2 for this process"), ("1", "device=cuda cannot be used: .*not compiled")])
+def test_a_gpu_that_fails_is_not_called_missing(local, told, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    if torch.cuda.is_available():
+        pytest.skip("the second GPU does not fail")
+    with pytest.raises(UserError, match=told):
+        device.pick_device("cuda", world=3)
+
+
+def test_a_run_that_goes_on_tells_that_it_reads_no_other_weights(tmp_path, data_dir, capsys):
+    first = runs.run("gpt", tmp_path, data_dir, "max_steps=1").folder
+    for resume, told in ("auto", False), ("true", True):    # a scheduler repeats the command that began the run
+        runs.run("gpt", tmp_path, data_dir, f"resume={resume}", f"init_from={first / 'best.pt'}", "max_steps=1")
+        assert ("best.pt is not read, because resume=true goes on from" in capsys.readouterr().out) == told
+
+
 def test_a_run_holds_the_tokenizer_of_its_data(tmp_path, data_dir):
     """lab.eval looks for it in other data sets. The data set's name does not tell it."""
     (tmp_path / "a.txt").write_text("abcde\n" * 99)
@@ -244,6 +261,8 @@ def test_schedules_by_hand(schedule, factors):
     cfg = TrainConfig(max_steps=100, warmup_steps=9, min_lr_frac=0.1, cooldown_frac=0.5, lr_schedule=schedule)
     for step, factor in factors.items():
         assert abs(optim.lr_factor(step, cfg) - factor) < 1e-12
+    late = TrainConfig(max_steps=100, warmup_steps=90, min_lr_frac=0.1, cooldown_frac=0.2, lr_schedule="trapezoid")
+    assert optim.lr_factor(85, late) == 0.1 + 0.9 * 0.75        # the warm-up goes into the cool-down, without a jump
 
 
 def test_the_log_of_a_run_and_of_a_longer_one(tmp_path, data_dir):

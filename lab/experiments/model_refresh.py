@@ -102,7 +102,11 @@ class Model(model_lrt.Model):
             return super().hidden(*args, **kwargs)
 
     def flops_per_token(self):
-        """Return FLOPs as model_lrt does. Each refresh projects the memories of all positions."""
+        """Return FLOPs as model_lrt does. Each refresh projects the memories of all positions, and
+        the first pass computes its keys and gates a second time."""
+        if self.cfg.train_path_used != "interleaved":
+            return super().flops_per_token()
         memory = sum(p.numel() for p in self.rec.parameters())
-        refreshes = self.cfg.subsets if self.cfg.train_path_used == "interleaved" else 0
-        return super().flops_per_token() + refreshes * 6.0 * memory
+        twice = sum(part.weight.numel() for block in self.blocks
+                    for part in (block.attn.wk, block.attn.w_gate))
+        return super().flops_per_token() + 6.0 * (self.cfg.subsets * memory + twice)
