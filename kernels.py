@@ -47,30 +47,32 @@ gradient of h_t is d_t.
     (13) dx_t = (1 - g_t) d_t
     (14) dg_t = d_t (h_{t-1} - x_t)
 
-(12) is a linear recurrence from right to left, whose inputs dh_t have no factor 1 - g. At the first
-token of a chunk h_{t-1} is 0, but in the first chunk it is h0. At the last token of a chunk the
-second term of (12) is 0. The gradient dh0 is g_0 d_0.
+(12) is a linear recurrence from right to left, whose inputs dh_t have no factor 1 - g. Each chunk
+starts anew: at its first token 0 takes the place of h_{t-1}, and in the first chunk h0 does. At the
+last token of a chunk the second term of (12) is 0. The gradient dh0 is g_0 d_0.
 
 A function whose name ends in _naive follows the equations as they are written, and the tests
 compare with it. For (12) to (14) the tests differentiate scan_naive. The plain PyTorch
-implementation is fast code without Triton. kernels_triton.py has each operator but merge once more,
-in Triton. These are the functions of a call. Each calls the one to its right. In the rows of
-attention, the third calls both the fourth and the fifth:
+implementation is fast code without Triton. There are four operators: attention, its backward pass,
+scan and its backward pass. kernels_triton.py has each of them once more, in Triton. These are the
+functions of a call. Each calls the one to its right, and a plain function calls its helpers:
 
-    attend_by_position  run_attend            attend_forward    query_blocks  fused_block
-    its backward pass   run_attend_gradients  attend_gradients  query_blocks  fused_block_backward
+    called by           run_ function         plain function    its helpers
+    attend_by_position  run_attend            attend_forward    query_blocks, fused_block
+    its backward pass   run_attend_gradients  attend_gradients  query_blocks, fused_block_backward
     scan                run_scan              scan_forward      linear_recurrence
     its backward pass   run_scan_gradients    scan_gradients    linear_recurrence
 
-A run_ function calls the plain implementation, which is the function in the third column, or a
-launcher of kernels_triton.py in its place. The launcher is called on a GPU with triton (and where
-Triton's interpreter is on), unless the tensors are float64. A line on stderr tells which of the two
-runs. For a block of queries the plain implementation has two alternatives. On a CPU it calls
-fused_block, which calls torch's own attention in compiled C++. On other devices it calls
-attend_block, which is written out in PyTorch. The backward pass has fused_block_backward and
-attend_block_backward in the same way, but with a dlse it takes attend_block_backward on a CPU, too.
-merge has no launcher, and no model calls merge itself. The plain implementation calls it to add own
-pairs (see the argument own of attend_by_position). The Triton kernel adds them without it.
+Under autograd or torch.compile the call goes through attend_op or scan_op. This is the run_
+function, registered with torch. A run_ function calls the plain function, or a launcher of
+kernels_triton.py in its place. The launcher is called on a GPU with triton (and where Triton's
+interpreter is on), unless the tensors are float64. A line on stderr tells which of the two runs.
+For a block of queries the plain implementation has two alternatives. On a CPU it calls fused_block,
+which calls torch's own attention in compiled C++. On other devices it calls attend_block, which is
+written out in PyTorch. The backward pass has fused_block_backward and attend_block_backward in the
+same way, but with a dlse it takes attend_block_backward on a CPU, too. merge has no launcher, and
+no model calls merge itself. The plain implementation calls it to add own pairs (see the argument
+own of attend_by_position). The Triton kernel adds them without it.
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
@@ -124,6 +126,8 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     So with T < S the queries are the first T tokens, and not the last ones as in model_gpt.attend.
     slopes (H,): ALiBi's. -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores. Slopes get no
     gradient.
+    window: an int of at least 1. A query attends to keys at its own position and at the window - 1
+    positions before it. None stands for no window.
     own (score, value): each query has one more key, which is visible to this query alone. It is
     given by its score (B, H, T), which must be finite and which takes the place of (1), and by
     its value (B, H, T, D). The result is that of merge(value, score, out, lse). In Triton it costs
@@ -144,11 +148,12 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
 
 def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None,
                                 window=None):
-    """Return dq, dk and dv of these queries and keys, where the softmax may be over further keys:
-    out and its gradient do, (B, H, T, D) in q's dtype, and lse (B, H, T) are those of the whole
-    softmax. The loss must depend on the whole softmax through out alone and not through its lse, so
-    that dlse is 0. dq is then what these keys contribute, and the contributions of disjoint sets of
-    keys add up. The other arguments are attend_by_position's. The result is not differentiable."""
+    """Return dq, dk and dv of these queries and keys. The softmax may be over further keys.
+    Therefore out and its gradient do, (B, H, T, D) in q's dtype, and lse (B, H, T) are given, and
+    they are those of the whole softmax. The loss must depend on the whole softmax through out alone
+    and not through its lse, so that dlse is 0. dq is then what these keys contribute, and the
+    contributions of disjoint sets of keys add up. The other arguments are attend_by_position's. The
+    result is not differentiable."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
     return run_attend_gradients(q, k, v, out, lse, do, None, *mask)
 
@@ -240,13 +245,13 @@ def attend_block_backward(q, k, v, out, lse, do, dlse, bias):
     (B, G, S, D)."""
     G, scale = k.size(1), q.size(-1) ** -0.5
     q, k, v = expanded_heads(q, k, v)
-    do, out = do.to(q.dtype), out.to(q.dtype)
+    q, do, out = q * scale, do.to(q.dtype), out.to(q.dtype)
     delta = (do * out).sum(-1) - (0 if dlse is None else dlse)  # (6), (B, H, T)
     with torch.autocast(q.device.type, enabled=False):  # as in attend_block
-        p = torch.exp((q * scale) @ k.mT + bias - lse[..., None])  # (B, H, T, S)
+        p = torch.exp(q @ k.mT + bias - lse[..., None])  # (B, H, T, S)
         ds = p * (do @ v.mT - delta[..., None])  # (7), (B, H, T, S)
-        dk, dv = ds.mT @ (q * scale), p.mT @ do  # (9), (10) of each query head
-        return ds @ k * scale, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
+        dq, dk, dv = ds @ k * scale, ds.mT @ q, p.mT @ do  # (8); (9), (10) of each query head
+        return dq, *(x.unflatten(1, (G, -1)).sum(2) for x in (dk, dv))
 
 
 def own_gradients(score, value, out, lse, do, dlse):

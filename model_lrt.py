@@ -43,12 +43,12 @@ slow.
 
 Algorithm 1 (train_path=interleaved) approximates the chain. Its work is that of two passes over all
 positions, because each position is computed twice. The first pass runs all positions at once with
-memory 0. It leaves the memories of all positions, in a tensor m (B, T, C), and a buffer with the
-keys and values of each layer. Then N strided subsets of the positions run again, one subset after
-the other. Subset s has the positions s, s + N, s + 2 N, ... Its tokens read m_{t-1} in m, as the
-earlier passes have left it. In each layer the subset first replaces its keys and values in the
-buffer and then attends to the buffer. After the last layer it replaces its memories in m. The
-arrows are the memories for N = 2:
+memory 0. It leaves two things: a tensor m (B, T, C) with the memories of all positions, and a
+buffer with the keys and values of each layer. Then N strided subsets of the positions run again,
+one subset after the other. Subset s has the positions s, s + N, s + 2 N, ... Its tokens read
+m_{t-1} in m, as the earlier passes have left it. In each layer the subset first replaces its keys
+and values in the buffer and then attends to the buffer. After the last layer it replaces its
+memories in m. The arrows are the memories for N = 2:
 
     position        0     1     2     3     4     5
     first pass      o     o     o     o     o     o         memory 0 for all
@@ -63,20 +63,22 @@ of all passes' cross-entropies, and gradients flow through all passes, m and the
 
     loss = (L_first + L_0 + ... + L_{N-1}) / (N + 1)      (6)
 
-The code takes N times the mean over all recomputed positions for L_0 + ... + L_{N-1}, which is the
-same if all subsets have equally many targets. A token of subset 0 reads a memory of the first pass,
-which has read none. A token of a later subset s reads a memory of subset s - 1. So it depends on a
-chain of s + 1 memories, those of the tokens before it, and on fewer near the start. With N = 2, a
-token of subset 1 depends on two. N = T is the chain itself. The paper writes S for N, and finds the
-same loss with 2, 4 and 8 subsets (section 4.3).
+The code computes L_0 + ... + L_{N-1} as N times the mean over all recomputed positions, which is
+the same if all subsets have equally many targets. A token of subset 0 reads a memory of the first
+pass, which was made without any memory. A token of a later subset s reads a memory of subset s - 1.
+So its chain has s + 1 memories, and they belong to the s + 1 tokens right before it. Near the start
+the chain is shorter. With N = 2, the chain of a token of subset 1 has two memories. (The keys and
+values that it attends to have read other memories, whose chains are at most as long.) N = T is the
+chain itself. The paper writes S for N, and finds the same loss with 2, 4 and 8 subsets (section
+4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
 
 There is no chain with memory=false, nor with source=0, where m_t is x0_t and does not depend on
 m_{t-1}. One pass is exact then, and Config refuses the options of an approximation. Training takes
-the path that train_path names, and evaluation takes exact. (`estimate` evaluates by the training
-path, too.) This table says which function of this file runs:
+the path that train_path names, and evaluation takes exact. (In LRT an evaluation has a second loss,
+which `estimate` computes by the training path.) This table says which function of this file runs:
 
     path                                  with a chain                  without one
     exact, fast=true, no gradients        decode_exact, a new cache     all_at_once
@@ -152,12 +154,12 @@ class Config(BaseConfig):
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
         # At the start attention and MLP add nothing. Where m enters the residual stream, and is
-        # not normed, m_t = (1 + 0.1 source) x0_t + 0.1 source m_{t-1}. If 0.1 source > 1, the
-        # memory grows from token to token and overflows within a thousand of them. The default
-        # depends on n_layer and not on source, so that runs which differ in source= alone agree in
+        # not normed, m_t = (1 + 0.1 source) x0_t + 0.1 source m_{t-1}. If source > 10, the memory
+        # grows from token to token and overflows within a thousand of them. The default depends on
+        # n_layer and not on source, so that runs which differ in source= alone agree in
         # source_norm.
         if self.source_norm is None:
-            self.source_norm = 0.1 * self.n_layer > 1
+            self.source_norm = self.n_layer > 10
         # nanochat's window is half of the context, without the token itself, which swa counts.
         self.swa = self.swa or self.block_size // 2 + 1
         self.into_kv = self.memory and "kv" in self.inject              # (4)
@@ -174,12 +176,14 @@ class Config(BaseConfig):
 
 
 # ---- the method: the chain, Algorithm 1, a pass ----
-# Model.forward embeds idx into Tokens and calls `interleaved` in training. Model.hidden calls it
-# for `estimate`, and without targets. Otherwise hidden calls `chain` or `all_at_once`, or
-# decode_exact, which computes the chain faster. Each of them makes passes over some of the T
-# positions. A pass is a call of run_layers with a Context, which holds what the layers read: the
-# Tokens of its positions, their m_{t-1}, and the buffer with the keys and values of all positions
-# so far. Each layer puts those of the pass into the buffer (Context.extend).
+# In training with targets, Model.forward itself calls `interleaved`, if train_path names it. All
+# other calls without a cache go through Model.hidden. It calls one of four functions: `interleaved`
+# (for `estimate`, or in training without targets), `chain`, `all_at_once`, or decode_exact, which
+# computes the chain faster. Each of the four makes passes over some or all of the T positions. A
+# pass is a call of run_layers with a Context. The Context holds what the layers read: the Tokens of
+# its positions, their m_{t-1}, and the buffer with the keys and values of all positions so far.
+# Each layer puts those of the pass into the buffer (Context.extend). The classes Tokens and Context
+# stand below, under "what a pass knows", and Model.embed makes the Tokens.
 
 @torch.compiler.disable  # torch.compile would unroll the loop
 def chain(model, tokens, K):
@@ -213,14 +217,15 @@ def interleaved(model, tokens):
 
 
 def shifted(m, before):
-    """Return m_{t-1} (B, n, C) of consecutive tokens from their m_t, m (B, n, C), and from the
-    memory of the token before the first one, before (B, 1, C)."""
+    """Return m_{t-1} (B, n, C) of n consecutive tokens. m (B, n, C) has their own memories m_t, and
+    `before` (B, 1, C) is the memory of the token that precedes the first of them."""
     return torch.cat([before, m[:, :-1]], 1)
 
 
 def all_at_once(model, tokens):
     """Run all positions at once, which is exact where there is no chain. Return x (B, T, C)."""
-    previous = shifted(tokens.x0, torch.zeros_like(tokens.x0[:, :1]))   # if source=0, m_t is x0_t
+    # With source=0, m_t is x0_t. With memory=false no layer reads `previous`.
+    previous = shifted(tokens.x0, torch.zeros_like(tokens.x0[:, :1]))
     return run_layers(model, Context(model, tokens, previous, {}))[0]
 
 
@@ -240,10 +245,10 @@ class Block(nn.Module):
     """One layer. Its equations stand at the top of this file, and the Context of the pass has all
     that they read beside x."""
 
-    def __init__(self, cfg, layer):
+    def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        self.attn, self.mlp = Attention(cfg, layer), SquaredMLP(cfg)
+        self.attn, self.mlp = Attention(cfg), SquaredMLP(cfg)
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x, layer, context):
@@ -256,12 +261,13 @@ class Block(nn.Module):
 
 
 class Attention(model_gpt.Attention):
-    """The matrices are model_gpt's. Beside them are those of value embeddings and, where inject=
-    has "kv", of the memory."""
+    """This class has the matrices of model_gpt's Attention, and Wve for the gate of VE_l. (The
+    tables VE_l are Model.values.) Where inject= has "kv", it also has Wg. With
+    projections=layerwise it then has Wk_rec and Wv_rec, too."""
 
-    def __init__(self, cfg, layer):
+    def __init__(self, cfg):
         super().__init__(cfg)
-        self.window, C, G = cfg.window_of(layer), cfg.n_embd, cfg.kv_heads
+        C, G = cfg.n_embd, cfg.kv_heads
         self.w_value = nn.Linear(min(32, C), G, bias=False)     # Wve, the gate of VE_l; not Wv
         self.w_gate = nn.Linear(C, 2 * G, bias=False) if cfg.into_kv else None  # Wg
         layerwise = cfg.into_kv and cfg.projections == "layerwise"
@@ -280,11 +286,12 @@ class Attention(model_gpt.Attention):
         q, k = (apply_rope(norm(x, eps), *context.rope) for x in (q, k))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))        # (B, H or G, n, D)
         k, v = context.extend(layer, k, v)                      # (B, G, S, D)
+        window = self.cfg.window_of(layer)
         if self.cfg.fast:
-            a = attend_fast(q, k, v, context, self.window)
+            a = attend_fast(q, k, v, context, window)
         else:
             k_pos = torch.arange(k.size(2), device=k.device)
-            a = attend(q, k, v, attention_bias(context.pos, k_pos, self.window), fast=False)
+            a = attend(q, k, v, attention_bias(context.pos, k_pos, window), fast=False)
         return self.wo(a.transpose(1, 2).flatten(2))            # (B, n, C)
 
 
@@ -388,8 +395,8 @@ def attend_fast(q, k, v, context, window):
         return attend(q, k[:, :, -window:], v[:, :, -window:], None, fast=True)
     if context.in_order and n == S and not window:  # the pass is causal
         return attend(q, k, v, None, fast=True)
-    # In all other cases (subsets, later chunks, windows, ragged rows, several new tokens after
-    # cached ones) the kernel compares positions, as the mask does.
+    # In all other cases (subsets, later chunks, windows, several new tokens after cached ones, rows
+    # that hold different numbers of tokens) the kernel compares positions, as the mask does.
     q_pos = context.pos.squeeze(0).int()  # (B, n), or (n,) for all rows
     k_pos = torch.arange(S, device=q.device, dtype=torch.int32)
     return kernels.attend_by_position(q, k, v, q_pos, k_pos, window=window or None)[0]
@@ -403,7 +410,9 @@ def decode_exact(model, idx, cache, n_valid):
     T = idx.size(1)
     if T == 1 or not model.cfg.has_chain:
         return decode_pass(model, idx, cache, n_valid)
-    cache.place(T, n_valid)     # only to raise before the first one is written, if they do not fit
+    # The result is not used. The call raises here, before a token is written, if they do not all
+    # fit.
+    cache.place(T, n_valid)
     # Each token is a step that a GPU can replay as a graph. At token t, n_valid - t real tokens of
     # a row are left. If none is left, the token is padding.
     step = graphs.stepper(lambda new, left: [decode_pass(model, new, cache, left)], cache,
@@ -445,7 +454,7 @@ class CachedContext(Context):
     def __init__(self, model, tokens, previous, cache, slots):
         super().__init__(model, tokens, previous, buffer=None)
         self.cache, self.slots = cache, slots
-        self.in_order = slots.at is None  # otherwise rows are ragged
+        self.in_order = slots.at is None  # otherwise rows hold different numbers of tokens
 
     def extend(self, layer, k, v):
         return self.cache.write(layer, k, v, self.slots)
@@ -492,7 +501,7 @@ class Model(LanguageModel):
         self.wte = nn.Embedding(padded, C)
         self.drop = nn.Dropout(cfg.dropout)
         self.values = nn.ModuleList(nn.Embedding(padded, G * D) for _ in range(L))  # VE_l
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(L))
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(L))
         self.alpha = nn.Parameter(torch.ones(L))
         self.beta = nn.Parameter(torch.full((L,), 0.1))
         self.gamma = nn.Parameter(torch.full((L,), 0.1)) if cfg.into_residual else None
@@ -581,8 +590,8 @@ class Model(LanguageModel):
     def context_kept(self):
         """Return how many of the last tokens stay where a context is full. It is half of them where
         there is a chain. The exact prefill of a chain is slow and should not run at every token.
-        With prefill=interleaved the kept tokens are approximated anew, and fewer kept tokens mean
-        that more tokens are exact."""
+        With prefill=interleaved Algorithm 1 runs the kept tokens again. The tokens after them run
+        exactly, and there are more of these if fewer are kept."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.has_chain else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):

@@ -4,20 +4,22 @@ RAT: recurrence inside chunks, attention across them.
 Attention reads the keys and values of all past tokens, and its cost grows with their number. A
 gated linear recurrence reads one state of fixed size, in which older tokens fade. RAT cuts the
 sequence into chunks of K tokens. Inside a chunk, a recurrence sums up keys and values. Across
-chunks, attention reads the final state of each earlier chunk. This takes the place of attention in
-a Transformer's block, and the MLP stays. With u = RMSNorm(x), token t of chunk c = t // K computes
-the following, in which q and k are repeated to width W before (2):
+chunks, attention reads the final state of each earlier chunk. The two together take the place of
+attention in a Transformer's block, and the MLP stays. With u = RMSNorm(x), token t of chunk
+c = t // K computes the following, in which q and k are repeated to width W before (2):
 
     z_t, r_t, v_t, q_t, k_t = W_in u_t      z, r, v of width W = H D,  q, k of width G D
     g_t   = sigmoid(r_t + b_g)                    a forget gate for each channel of each token   (1)
     k~_t  = g_t k~_{t-1} + (1 - g_t) k_t
-    v~_t  = g_t v~_{t-1} + (1 - g_t) v_t          where a chunk starts, k~_{t-1} = v~_{t-1} = 0  (2)
+    v~_t  = g_t v~_{t-1} + (1 - g_t) v_t                                                         (2)
     y_t   = attention of q_t to k~_{K-1}, k~_{2K-1}, ..., k~_{cK-1}, the final states of earlier
             chunks, and to its own state k~_t, with their v~, in one softmax                     (3)
     out_t = x_t + W_o (sigmoid(z_t) * y_t)                                                       (4)
 
-So token t has c + 1 keys and not t + 1. In this picture K is 4. A query attends to each f, the
-final state of an earlier chunk, and to o, its own state:
+The recurrence starts anew in each chunk: at the first token of a chunk, (2) has 0 in the place of
+k~_{t-1} and v~_{t-1}. The state of the token before is not changed by this, and (3) reads it. So
+token t has c + 1 keys and not t + 1. In this picture K is 4. A query attends to each f, the final
+state of an earlier chunk, and to o, its own state:
 
     token       0   1   2   3 | 4   5   6   7 | 8   9  10  11
     query 2             o     |               |
@@ -25,14 +27,16 @@ final state of an earlier chunk, and to o, its own state:
     query 10                f |             f |         o
 
 q and k have only G groups of D channels, so that W_in is small. Each is repeated H / G times: head
-h = 0 .. H - 1 reads group h % G. (In attention and swa layers it is h // (H / G).) The heads of a
-group share query and key, but their states k~ differ, because each of the W channels has a gate of
-its own. After the recurrence, RoPE rotates q_t and each k~ by the number of its own chunk (with the
-default, pos=chunk).
+h = 0 .. H - 1 reads group h % G. The heads of a group share query and key, but their states k~
+differ, because each of the W channels has a gate of its own. (In attention and swa layers q has H
+heads. Only k and v have groups there, which are the G key/value heads, and head h reads group h //
+(H / G).) After the recurrence, RoPE rotates q_t and each k~ by the number of its own chunk (with
+the default, pos=chunk).
 
 With K = 1 this is attention with an output gate, and 1 - g scales its keys and values. With K = T a
-token attends to its own state alone. So y_t is v~_t, and the layer is a gated RNN. Config has the
-baselines, and the paper's hybrid RAT-SWA, too (SWA: sliding-window attention):
+token attends to its own state alone. A softmax over one key gives 1, so that y_t is v~_t, and the
+layer is a gated RNN. Config has the baselines, and the paper's hybrid RAT-SWA, too (SWA:
+sliding-window attention):
 
     mixer=rnn          out_t = x_t + W_o (sigmoid(z_t) * v~_t), the whole sequence is one chunk
     mixer=attention    a Transformer
@@ -52,7 +56,8 @@ fast only where it calls attend_tokens: in a call into an empty cache, with seve
 
 A change of (2) has three places: recurrence, kernels.scan (with its backward pass and its Triton
 code) and continued_states. A change of (3) has three, too: rat_naive, read_states and decode_one. A
-change of the states that are read also changes rat_fast, rat_decode and mixer_flops.
+change of the states that are read also changes rat_fast, rat_decode, newest_slot, the number of
+slots in Cache, and mixer_flops.
 
 Paper: Wei, Yadav, Pascanu, Gulcehre 2025 (2507.04416). The paper writes L for K. Three things are
 in the authors' code (CLAIRE-Labo/RAT, d4a8f54) and not in the paper: the bias b_g, G = 2, and that
@@ -165,7 +170,7 @@ def rat_naive(q, k, v, g, context):
 def recurrence(g, x, K):
     """Return the states (2) of g and x (B, T, W), h_t = g_t h_{t-1} + (1 - g_t) x_t, as (B, T, W).
     Every K tokens they start again from 0."""
-    states, h = [], 0
+    states = []
     for t, (g_t, x_t) in enumerate(zip(g.unbind(1), x.unbind(1))):
         h = 0 if t % K == 0 else h
         h = g_t * h + (1 - g_t) * x_t
@@ -213,9 +218,10 @@ class Context:
 # ---- the fast path ----
 
 def rat_fast(q, k, v, g, context):
-    """Return the same as rat_naive. kernels.scan computes the recurrence. (3) has two parts. All
-    queries read the same final states, and a mask by positions hides some of them, so that these
-    scores are one matrix product. The own state of a token is read by the token's query alone."""
+    """Return the same as rat_naive. kernels.scan computes the recurrence. (3) has two parts. The
+    final states are the same keys for all queries, so that their scores are one matrix product, in
+    which a mask by positions hides those that a query must not read. The own state of a token is
+    read by the token's query alone."""
     cfg, K = context.cfg, context.cfg.chunk
     k_state, v_state = kernels.scan(g, k, K), kernels.scan(g, v, K)  # (2)
     q, k_state, v_state = (in_heads(x, cfg) for x in (q, k_state, v_state))
@@ -226,12 +232,12 @@ def rat_fast(q, k, v, g, context):
 
 
 def read_states(q, k_state, v_state, final_k, final_v, context):
-    """Return (3), (B, H, T, D), from q and the own states k_state and v_state (B, H, T, D), which
-    are not rotated, and from the final states of chunks 0 .. n - 1 (B, H, n, D), whose keys are
-    rotated. (A call with a cache passes all slots of the cache as final states. A slot that is
-    empty, or whose state is not final, belongs to the query's own chunk or to a later one, so that
-    the positions hide it.) kernels.attend_by_position takes the own state as one more key of its
-    query. It wants the finished score of this key, which is computed here."""
+    """Return (3), (B, H, T, D). q and k_state are not rotated here, but final_k is. The own states
+    k_state and v_state are (B, H, T, D), like q. final_k and final_v (B, H, n, D) are the final
+    states of chunks 0 .. n - 1. (A call with a cache passes all slots of the cache as final states.
+    A slot that is empty, or whose state is not final, belongs to the query's own chunk or to a
+    later one, so that the positions hide it.) kernels.attend_by_position takes the own state as one
+    more key of its query. It wants the finished score of this key, which is computed here."""
     # A query and its own state have the same angle, so their score needs no RoPE.
     own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
@@ -373,8 +379,9 @@ class CachedContext(Context):
 
 def newest_slot(kind, context):
     """Return three things for one new token a row: its slot (B or 1, 1), the number S of slots that
-    it attends to, which are the first S, and a bias or None. The longest row has filled S slots, or
-    the whole ring. The bias hides those that a shorter row has not filled."""
+    it attends to, which are the first S, and a bias or None. S counts the slots of the longest row
+    that are filled, the new token's included. In a static call (decoding.py) S counts all slots,
+    because the host must not read lengths. The bias hides the slots that a row has not filled."""
     cfg, cache, n_slots = context.cfg, context.cache, context.cache.n_slots[kind]
     # number counts slots as if there were no ring. In a ring of n_slots, number n_slots is slot 0
     # again.
@@ -426,8 +433,8 @@ def continued_states(g, xs, layer, context, K):
         states = [kernels.scan(keep, x, T, h) for x, h in zip(xs, cached.unbind(1))]
     else:       # the same, but all chunks at once, which is faster
         states = [kernels.scan(g, x, K) for x in xs]
-    # A row without new tokens reads index -1, which is padding. That is the cached state, or 0 if
-    # the cache is empty.
+    # A row without new tokens reads the state at index -1, which belongs to padding. Padding has
+    # kept the cached state, or 0 if the cache is empty.
     last = context.slots.n_new[:, None] - 1
     cached.copy_(torch.cat([h[cache.rows, last] for h in states], 1))
     return states
@@ -447,7 +454,8 @@ def attention_decode(q, k, v, layer, context):
     and v."""
     if q.size(2) == 1:
         return decode_one(q, k, v, layer, context)
-    cache, pos, n_slots = context.cache, context.pos, context.cache.k[layer].size(2) - 1
+    cache, pos = context.cache, context.pos
+    n_slots = cache.n_slots[context.cfg.kinds[layer]]
     # Attention comes first, because fill overwrites slots of the ring that these queries read.
     y = (attend_cached if cache.longest else attend_tokens)(q, k, v, layer, context)
     # Only the last n_slots tokens of a row are written, so that no slot is written twice.
@@ -459,7 +467,8 @@ def attention_decode(q, k, v, layer, context):
 def attend_cached(q, k, v, layer, context):
     """Return the attention of T tokens to cached tokens and to themselves. n_slots serves as their
     window: in swa it is the window, and in attention max_len, so that all tokens are visible."""
-    cache, pos, n_slots = context.cache, context.pos, context.cache.k[layer].size(2) - 1
+    cache, pos = context.cache, context.pos
+    n_slots = cache.n_slots[context.cfg.kinds[layer]]
     n_old = min(cache.longest, n_slots)  # how many cached tokens are read
     k_pos = pos[:, :1] + torch.arange(-n_old, k.size(2), device=k.device)
     slots = k_pos[:, :n_old] % n_slots
