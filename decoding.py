@@ -49,7 +49,7 @@ A static call (cache.static = True) is a ragged call with end = max_len. During 
 value from the device, and all shapes are the same from call to call. So it can be recorded as a
 CUDA graph (graphs.py).
 
-Letters: B rows, T new tokens a row, S = end slots that are read, G key/value heads, D head size.
+Letters: B rows, T new tokens a row, S slots that are read (end), G key/value heads, D head size.
 """
 from dataclasses import dataclass
 
@@ -74,9 +74,10 @@ class KVCache:
     layers have keys (None: cfg.n_layer).
 
     lengths (B,) counts the tokens of each row, on the device. longest is their maximum, on the
-    host. After static calls it may be larger, because each of them adds 1 for padding, too. ragged
-    says that lengths may differ, because a call had n_valid, some rows were reset, or a static call
-    failed. (In MoR's later recursions ragged is always true after a static call.)"""
+    host. After static calls it may be larger, because each static call adds its T to longest (1 in
+    decoding), and it adds this even in a row whose tokens are all padding. ragged says that lengths
+    may differ, because a call had n_valid, some rows were reset, or a static call failed. (In MoR's
+    later recursions ragged is always true after a static call.)"""
     static = False
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):

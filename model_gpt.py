@@ -26,9 +26,9 @@ Letters, which mean the same in every file that does not say otherwise:
        (slots of a cache may be empty)
     C  width of the residual stream       V  vocabulary
 
-Other files add three letters. K is the number of positions of a chunk (in Relaxed and MoR: the
-number of stored blocks), N the number of subsets, and R the number of recursions or loops. The
-letter n has another meaning in each file.
+Other files add letters of their own, and say so. Three of them are in several files. K is the
+number of positions of a chunk (in Relaxed and MoR: the number of stored blocks), N the number of
+subsets, and R the number of recursions or loops. The letter n has another meaning in each file.
 
 The file can be read from top to bottom: the parts of a block come first, then the block, then the
 model. Small helpers stand at the end. A call takes the opposite way: LanguageModel.forward, hidden,
@@ -67,7 +67,7 @@ class BaseConfig:
     vocab_size: int = 257        # number of token ids (257: bytes and end-of-text)
     n_layer: int = 4             # layers, each counted as often as it runs (unrolled)
     n_head: int = 4              # query heads
-    n_kv_head: int = 0           # key/value heads; n_head / n_kv_head heads read one (0: n_head)
+    n_kv_head: int = 0           # key/value heads (0: n_head); n_head / n_kv_head heads share each
     n_embd: int = 128            # width of the residual stream
     head_dim: int = 0            # width of a head (0: n_embd / n_head)
     dropout: float = 0.0         # on embeddings, attention, residual branches (see each file)
@@ -187,13 +187,13 @@ class Context:
                        masks in another way"""
 
     def __init__(self, cfg, x, pos=None, k_pos=None, in_order=True, has_bias=None):
-        """Of x only B, T, the dtype and the device are read, and no value. In a plain pass x are
-        the embeddings (B, T, C). In a call with a cache it is an uninitialized tensor (B, T). pos
-        and k_pos are None in a plain pass, in which tokens and keys have the positions 0 .. T - 1.
-        in_order says that the keys are those of all earlier tokens, followed by those of the call's
-        tokens, so that the order of the keys alone gives the mask. has_bias says whether there is a
-        bias. Attention is faster without one, so that None, the default, makes a bias only where
-        the causal mask is not enough."""
+        """Only the shape (B, T), the dtype and the device of x are read, and no value. (Only MoR's
+        subclass reads B.) In a plain pass x are the embeddings (B, T, C). In a call with a cache it
+        is an uninitialized tensor (B, T). pos and k_pos are None in a plain pass, in which tokens
+        and keys have the positions 0 .. T - 1. in_order says that the keys are those of all earlier
+        tokens, followed by those of the call's tokens, so that the order of the keys alone gives
+        the mask. has_bias says whether there is a bias. Attention is faster without one. Therefore
+        None, the default, makes a bias only where the causal mask is not enough."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if pos is None:
             k_pos = torch.arange(x.size(1), device=x.device)
@@ -259,9 +259,9 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     and the queries are the last T of the S tokens. Each query must have a visible key."""
     H, G, T, S = q.size(1), k.size(1), q.size(2), k.size(2)
     if bias is None and not (fast and T in (1, S)):
-        # The causal mask is made here, unless torch's attention needs none. The end of this
-        # function says why this is so for T = 1 and for T = S. Query t = 0 .. T - 1 is token
-        # S - T + t, and the mask hides the keys after it.
+        # The causal mask is made here, except in two cases of fast=true. For T = S torch makes the
+        # same mask. For T = 1 no mask is needed. (Both are handled at the end of this function.)
+        # Query t = 0 .. T - 1 is token S - T + t, and the mask hides the keys after it.
         bias = q.new_full((T, S), -math.inf).triu(S - T + 1)
     if not fast:
         # The equation is written out. H / G query heads share each key and value head.
@@ -273,7 +273,8 @@ def attend(q, k, v, bias, fast, dropout=0.0):
     # the last token. It attends to all keys, so that it needs no mask.
     causal = bias is None and T > 1
     # torch wants the bias in q's dtype. In 16 bits this rounds ALiBi's bias.
-    bias = None if bias is None else bias.to(q.dtype)
+    if bias is not None:
+        bias = bias.to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, bias, dropout, causal, enable_gqa=H != G)
 
 
@@ -404,8 +405,8 @@ class LanguageModel(nn.Module):
     @property
     def context_kept(self):
         """Return how many of the last tokens stay when the context is full. Here as many stay as
-        fit, so that each token is predicted from exactly the last context_limit tokens. None means
-        that the context is never full."""
+        fit. Each further token is then predicted from exactly the last context_limit tokens. None
+        means that the context is never full."""
         return self.context_limit
 
     def init_cache(self, batch_size, max_len):
@@ -413,8 +414,8 @@ class LanguageModel(nn.Module):
         return KVCache(self.cfg, *self.cache_sizes(batch_size, max_len))
 
     def cache_sizes(self, batch_size, max_len):
-        """Return the arguments that every model's cache takes after cfg: the two sizes, which are
-        checked here, the device and the dtype."""
+        """Return the arguments that every model's cache takes after cfg: batch_size, max_len, the
+        device and the dtype. Raise ValueError if max_len is more than the context limit."""
         if self.context_limit and max_len > self.context_limit:
             raise ValueError(f"max_len={max_len} is more than block_size={self.cfg.block_size}")
         return batch_size, max_len, self.wte.weight.device, compute_dtype(self.wte.weight)
@@ -451,8 +452,8 @@ def init_weights(model, n_layer=None):
     n_layer (RAT gives none), the projections into the residual stream, which are called wo and
     w_down, are smaller by 1 / sqrt(2 n_layer), so that the stream's variance does not grow with
     depth. The weights of norms stay 1. With tie_embeddings, the head is the embedding. This
-    function sets every matrix, so that a model with a way of its own for some of them calls it
-    first."""
+    function sets every matrix. A model that initializes some matrices in a way of its own therefore
+    calls this function first and then sets these matrices."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             into_residual = n_layer and name.endswith(("wo.weight", "w_down.weight"))
@@ -497,7 +498,8 @@ def check_call(idx, cache, n_valid):
         raise ValueError(f"idx {tuple(idx.shape)} holds no token")
     if n_valid is not None and cache is None:
         raise ValueError("n_valid is for a call with a cache")
-    if n_valid is not None and n_valid.dtype != torch.int64:    # in uint8, 1 - 2 would be 255
+    if n_valid is not None and n_valid.dtype != torch.int64:
+        # RT and LRT subtract positions from n_valid. In uint8, 1 - 2 would be 255.
         raise ValueError(f"n_valid must be int64, and not {n_valid.dtype}")
     for name, x in (("idx", idx), ("n_valid", n_valid)):
         if cache is not None and x is not None and len(x) != len(cache.lengths):

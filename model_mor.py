@@ -12,10 +12,11 @@ one:
       b         b            b            .           b
       c         c            .            .           c
 
-router=expert (expert choice, Section 2.2.1): a recursion chooses its tokens. A_r are the tokens of
-a sequence of T tokens that take recursion r, and A_0 are all of them. Recursion r gives a score s
-to each token of A_{r-1}, and A_r are the k_r tokens with the highest scores. A_1 are all tokens,
-too, because k_1 = T. So the scores of recursion 1 choose nothing. They are factors in (2.1).
+router=expert (expert choice, Section 2.2.1): a recursion chooses its tokens. A sequence has T
+tokens. A_r are those of its tokens that take recursion r, and A_0 are all T. Each recursion has a
+router, by default a vector w_r. It gives a score s to each token of A_{r-1}, and A_r are the k_r
+tokens with the highest scores. Because k_1 = T, A_1 are all tokens, too. So the scores of recursion
+1 choose nothing. They are only factors in (2.1) below.
 
     s = w_r . h
     k_r = max(1, floor(T (R - r + 1) / R))
@@ -35,13 +36,13 @@ against whether the token was chosen, as a mean over A_{r-1}, summed over r:
     loss = ce + aux_weight sum_r mean(BCE(s, chosen))
 
 As in the authors' code, the sum includes r = 1, where all tokens are chosen. If causal=aux_router,
-this loss trains a second router in place of s. The second router reads detached states, and its
-scores decide in decoding. Then s learns only as a factor in (2.1), and by a z-loss, if there is one
-(z_loss).
+each recursion has a second router, and this loss trains the second router alone. It reads detached
+states, and its scores decide in decoding. The first router then learns only because s is a factor
+in (2.1), and by a z-loss, if there is one (z_loss).
 
-router=token (token choice, Section 2.2.1): before F_1 each token chooses once how many recursions
-it takes, from its state h_1 at that place. This number is its depth i. (In model_relaxed.py h_1 is
-another state.)
+router=token (token choice, Section 2.2.1): a token has the state h_1 before F_1. From h_1 it
+chooses once how many recursions it takes. This number is its depth i. (In model_relaxed.py h_1 is
+another state.) W is the router's matrix, with a row for each depth (router_arch has others):
 
     p = softmax(W h_1),   i = argmax p
     h <- h_1 + p_i F_i(.. F_1(h_1))                            (2.2)
@@ -77,9 +78,9 @@ This file differs from the paper or from the authors' code:
   they have later, and evaluation runs all R. Token choice has no warm-up, because its depths could
   not be in balance.
 
-Letters beside those of model_gpt.py: K is the number of stored blocks, n that of the chosen tokens
-of the fullest row, and m that of the rows that run. Recursions count from 1, layers and stored
-blocks from 0.
+Letters beside those of model_gpt.py: K is the number of stored blocks, n the number of tokens that
+run in each row, and m the number of rows that run. n is usually the number of chosen tokens of the
+fullest row. Recursions count from 1, layers and stored blocks from 0.
 
 Paper: Bae et al. 2025 (2507.10524). Their code: github.com/raymin0223/mixture_of_recursions.
 """
@@ -120,8 +121,8 @@ class Config(BlockConfig):
     init: str = choice("average", "stepwise", "lower", "upper", "random")
     pos: str = choice("rope", "none")
 
-    # init_from may be a run of a model in CONVERTS_FROM (see convert), or a run of this model with
-    # other values of the options in NOT_IN_WEIGHTS.
+    # CONVERTS_FROM names the models whose weights convert reads. NOT_IN_WEIGHTS are options that
+    # may change when a run is resumed, or when init_from= names another run of this model.
     CONVERTS_FROM = ("gpt",)
     NOT_IN_WEIGHTS = ("exit_loop", "loop_warmup", "aux_weight", "balance_weight", "balance_rate",
                       "z_loss")
@@ -161,7 +162,11 @@ class Model(LanguageModel):
     entries of cache.k. layer % K is the number of a layer in its recursion. There is no first and
     no last layer with share=cycle and share=sequence. With router=none and kv=recursion, cache.k
     has the layers 0 .. 5, and cache.later is empty, because all tokens take all recursions. With
-    kv=share only F_1 has keys in the cache, because later recursions read these."""
+    kv=share only F_1 has keys in the cache, because later recursions read these.
+
+    The contexts stand below the model. context.subset(r, chosen) is the context of recursion r, and
+    its `kept` marks the tokens that take r. A block reads rope, bias and extend of a context, and
+    `recursion` reads kept. So MaskedSubset and GatheredSubset need not be subclasses of Context."""
     runs_blocks_once = False
 
     def __init__(self, cfg):
@@ -242,7 +247,7 @@ class Model(LanguageModel):
         h = h1
         for r in range(1, n_run + 1):
             h = self.recursion(r, h, context.subset(r, context.kept & (depth >= r)))
-        return self.exit(h1, h, p, depth), depth, (scores, p, depth)
+        return self.add_gated(h1, h, p, depth), depth, (scores, p, depth)
 
     def choose_depth(self, h1, n_run):
         """Return the scores and p of h_1 (..., C), (..., R) each, and depths (...) from 1 to n_run.
@@ -253,7 +258,8 @@ class Model(LanguageModel):
         depth = 1 + (p + self.balance_bias).argmax(-1)                     # i: (...)
         return scores, p, depth.clamp(max=n_run)
 
-    def exit(self, h1, h, p, depth):
+    def add_gated(self, h1, h, p, depth):
+        """Return the states after token choice, h_1 + p_i h, where i is the depth."""
         return h1 + (p.gather(-1, depth[..., None] - 1) * h).to(h1.dtype)    # (2.2)
 
     def recursion(self, r, h, context, s=None):
@@ -297,7 +303,9 @@ class Model(LanguageModel):
         ce = cross_entropy(logits, targets)
         f = torch.stack([(depth == d).float().mean() for d in range(1, cfg.n_loop + 1)])
         aux = {"ce": ce, **{f"depth{d}": fraction for d, fraction in enumerate(f, 1)}}
-        if cfg.router == "expert" and not self.training:  # the choices of top k are the labels
+        if cfg.router == "expert" and not self.training:
+            # expert_loss compares scores with the choices of top k. So these decisions replace
+            # those of the first pass, and depth stays as it was in the first pass.
             h_top, _, decisions = self.states(idx, top_k=True)
             aux["ce_topk"] = cross_entropy(upcast(self.head(h_top)), targets)
         router_loss = self.expert_loss if cfg.router == "expert" else self.token_loss
@@ -558,7 +566,8 @@ class CachedSubset(GatheredSubset):
     def __init__(self, all_tokens, chosen, rows, cache):
         super().__init__(all_tokens, chosen, rows=rows)
         self.cache, slots = cache, cache.place(self.index.size(1), chosen.sum(1))
-        # slots is for all rows. self.slots has the places of the rows that run, and n_new of all.
+        # `slots` is for all rows. In self.slots, pos, at and rows are for the rows that run. n_new
+        # is still for all rows, as advance needs it.
         pos, at, its_rows = map(self.select, (slots.pos, slots.at, slots.rows))
         self.slots = replace(slots, pos=pos, at=at, rows=its_rows)
         # pos holds numbers of slots here. Slots are in the order of positions, so that the causal
@@ -622,10 +631,12 @@ class Cache(KVCache):
     (The engine of serve.py has gaps in its caches. Its make_cache says why.)"""
 
     def __init__(self, cfg, n_run, batch_size, max_len, *device_and_dtype):
-        R, K, own = cfg.n_loop, cfg.n_stored, cfg.kv == "recursion"
-        n_whole = n_run if own and cfg.router == "none" else 1  # recursions with keys in cache.k
-        super().__init__(cfg, batch_size, max_len, *device_and_dtype, K * n_whole + cfg.n_outside)
-        later = range(2, n_run + 1) if own and cfg.router != "none" else ()
+        R, K, in_k, later = cfg.n_loop, cfg.n_stored, 1, ()     # kv=share: keys of F_1 alone
+        if cfg.kv == "recursion" and cfg.router == "none":
+            in_k = n_run                    # all recursions have their keys in cache.k
+        elif cfg.kv == "recursion":
+            later = range(2, n_run + 1)     # the recursions with a cache of their own
+        super().__init__(cfg, batch_size, max_len, *device_and_dtype, K * in_k + cfg.n_outside)
         sizes = [max(1, max_len * (R - r + 1) // R) for r in later]            # k_r
         self.later = [GrowingCache(max_len, cfg, batch_size, size, *device_and_dtype, K)
                       for size in sizes]
@@ -655,7 +666,7 @@ class Cache(KVCache):
 def convert(model, weights):
     """Start model from `weights`, the state dict of a model_gpt of the same sizes. The trained
     model may have another number of layers. Then its layers are read at even spaces, and some of
-    them are read twice if it has fewer."""
+    them are read several times if it has fewer."""
     cfg = model.cfg
     layers = layers_for_stored(cfg) + [[0], [cfg.n_layer - 1]]
     rest = {name: w for name, w in weights.items() if not name.startswith("blocks.")}

@@ -170,7 +170,7 @@ def rat_naive(q, k, v, g, context):
 def recurrence(g, x, K):
     """Return the states (2) of g and x (B, T, W), h_t = g_t h_{t-1} + (1 - g_t) x_t, as (B, T, W).
     Every K tokens they start again from 0."""
-    states = []
+    states, h = [], 0
     for t, (g_t, x_t) in enumerate(zip(g.unbind(1), x.unbind(1))):
         h = 0 if t % K == 0 else h
         h = g_t * h + (1 - g_t) * x_t

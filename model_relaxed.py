@@ -21,12 +21,13 @@ little (lab/RESULTS.md has what it cost here); from random weights it is only a 
 are the states, which are x_l in model_gpt.py, and h_0 are the embeddings. In (2) x is the input of
 any matrix. A block has seven matrices: W_q, W_k, W_v and W_o of attention, and W_gate, W_up and
 W_down of the MLP. (With mlp=gelu there is no W_gate.) All uses of a block share W' and its norms,
-which is what tied means. In (3) W_l is the matrix W in layer l of the trained model, and g_l and g'
-are the weights of the norms before W_l and W'. No norm stands before W_o and W_down, so that they
-have no ratio. There are no deltas with rank=0, which is the Recursive Transformer. If the trained
-model has L layers and the rank is full, deltas by (3) undo the tying, and the converted model
-computes what the trained one does. If the trained model has more layers, then L of them, evenly
-spaced, are the sources of the layers l. If it has fewer, some are the source of several.
+which is what tied means. In (3) each layer l has a layer of the trained model as its source, and
+W_l is the matrix W in it. g_l and g' are the weights of the norms before W_l and W'. No norm stands
+before W_o and W_down, so that they have no ratio. There are no deltas with rank=0, which is the
+Recursive Transformer. If the trained model has L layers, its layer l is the source of layer l. Then
+deltas of full rank by (3) undo the tying, and the converted model computes what the trained one
+does. If the trained model has more layers, L of them, evenly spaced, are the sources. If it has
+fewer, some of them are the source of several layers l.
 
 In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
 
@@ -112,7 +113,7 @@ class Config(BlockConfig):
     loop_warmup: float = 0.0     # fraction of training's steps over which loops rise from 1 to R
 
     # CONVERTS_FROM names the models whose weights convert reads. NOT_IN_WEIGHTS are options that
-    # may change when a run is resumed, or when it starts from the weights of another run.
+    # may change when a run is resumed, or when init_from= names another run of this model.
     CONVERTS_FROM = ("gpt",)
     NOT_IN_WEIGHTS = ("early_exit", "exit_weight", "exit_loss", "exit_loop", "loop_warmup")
 
@@ -130,6 +131,9 @@ class Config(BlockConfig):
 
 
 # ---- the method ----
+# The code goes from the loops down to a matrix: run_loops, Block, Attention and MLP, and
+# RelaxedLinear, which is (2). HeadNorm and MergedLinear follow, which is the fast path of
+# RelaxedLinear.
 
 def run_loops(blocks, h, context, n_run):
     """Return the states after loops 1 .. n_run, a list of (B, T, C), from h_0 (B, T, C).
@@ -145,10 +149,10 @@ def run_loops(blocks, h, context, n_run):
 
 
 class Block(model_gpt.Block):
-    """A stored block. Its use u follows from the unrolled layer, unless u is given. serve.py gives
-    u, and gives k as `layer`, because its context numbers only the K blocks of a loop. Where the
-    rows of a call of serve.py are in different loops, u is a mask (rows, R), in which each row has
-    a 1 at its use and 0 elsewhere."""
+    """A stored block. If u is None, its use follows from the unrolled layer. serve.py gives u, and
+    as `layer` it gives k. Its SlotContext has keys for the K blocks of a loop and knows the loop of
+    each row, so that it needs no l. If the rows of its call are in different loops, u is a mask
+    (rows, R), in which each row has a 1 at its use and 0 elsewhere."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -211,14 +215,14 @@ class RelaxedLinear(nn.Module):
 
     weight (out, in) is W', a[u] (r, in) is A_u, and b[u] (r, out) is B_u transposed. So the A_u of
     all uses are one matrix (R r, in), and the transposed B_u of all uses are one (R r, out).
-    init_weights and block_weights know a and b by their 3 dimensions. A fork that changes the delta
-    must change MergedLinear and set_deltas, too."""
+    init_weights leaves alone what has 3 dimensions, as a and b have, and block_weights counts it
+    once. A fork that changes the delta must change MergedLinear and set_deltas, too."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
         self.rank = min(cfg.rank, n_in, n_out)
         self.weight = nn.Parameter(torch.empty(n_out, n_in))    # init_weights fills it
-        if self.rank:   # init_weights leaves a and b alone, as they have 3 dimensions
+        if self.rank:
             self.a = nn.Parameter(0.02 * torch.randn(cfg.n_loop, self.rank, n_in))
             self.b = nn.Parameter(torch.zeros(cfg.n_loop, self.rank, n_out))    # no delta yet
 
@@ -292,10 +296,9 @@ def convert(model, weights):
             model.get_parameter(name).copy_(w)
     svd = cfg.rank > 0 and cfg.lora_init == "svd"
     for k, block in enumerate(model.blocks):
-        # If init=random, start is empty, so tied is empty too and nothing is set.
-        start = [sources[layer] for layer in layers_for_stored(cfg, k)]
-        names = sources[0] if start else ()
-        tied = {name: sum(s[name] for s in start) / len(start) for name in names}
+        start, tied = [sources[layer] for layer in layers_for_stored(cfg, k)], {}
+        if start:       # with init=random W' and the norms stay as they are
+            tied = {name: sum(s[name] for s in start) / len(start) for name in sources[0]}
         # tied has no a and b, and HeadNorm has other names for QK-norms. strict=False allows this.
         block.load_state_dict(tied, strict=False)
         for u, source in enumerate(sources[k::cfg.n_stored]):

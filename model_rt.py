@@ -3,12 +3,12 @@ The Recurrent Transformer (RT): a position attends to keys and values that earli
 from this layer's outputs.
 
 In a Transformer, the keys and values of layer l are made from the output of layer l - 1. In an RT
-those of earlier positions are made from the output of layer l itself. A single layer is therefore
-as deep in time as the sequence is long: a path from the first position of the lowest layer to the
-last position of the highest one can pass T + L - 1 blocks. In a Transformer it passes L. The
-recurrence adds no parameters, and the cache is as large as a Transformer's. The price is that a
-layer becomes a loop over positions. Training runs the loop forward and then back, because gradients
-flow through all keys and values.
+those of earlier positions are made from the output of layer l itself. In a single layer, a path
+from the first position to the last one can therefore pass T blocks, and in all L layers it can pass
+T + L - 1. In a Transformer it passes 1 block in a layer and L in all layers. The recurrence adds no
+parameters, and the cache is as large as a Transformer's. The price is that a layer becomes a loop
+over positions. Training runs the loop forward and then back, because gradients flow through all
+keys and values.
 
 One layer, for positions i = 1 .. T with inputs x_i:
 
@@ -102,7 +102,7 @@ class Config(BaseConfig):
     qk_norm: str = choice("none", "full")   # full: nq and nk, each with a weight
     recurrent: bool = True       # false: a plain Transformer, the baseline
     kv_norm: bool = True         # whether (5) applies n1 to y; false is worse (Appendix E.2)
-    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: as fast, kv_norm say
+    schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: by fast= and kv_norm=
     chunk: int = 32              # a chunk of the wavefront has at most so many positions
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
@@ -186,7 +186,7 @@ class Block(nn.Module):
         x = x.unflatten(-1, (-1, self.cfg.head_size)).transpose(1, 2)
         return apply_rope(x, *rope) if rope else x
 
-    # -- what a layer runs, see the table in the docstring --
+    # -- what a layer runs, see the table in the docstring of this file --
 
     def forward(self, x, layer, context):
         """Return y (B, T, C) of x (B, T, C). The wavefront does not call this. A layer that is
@@ -283,8 +283,8 @@ def tiled(block, x, context):
 def met_temporary(q, k, v):
     """Return out and lse of queries that have met their temporary pair alone: its value and its
     score."""
-    q, k, v = (upcast(x).repeat_interleave(q.size(1) // x.size(1), 1) for x in (q, k, v))
-    return v, (q * k).sum(-1) / math.sqrt(q.size(-1))
+    k, v = (upcast(x).repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    return v, (upcast(q) * k).sum(-1) / math.sqrt(q.size(-1))
 
 
 def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
@@ -320,11 +320,13 @@ class Context(model_gpt.Context):
         self.k_pos = self.k_pos.int()  # kernels.py wants int32
 
     def attention(self, q, k, v):
-        """Return the attention of the tokens to all keys up to their own, (B, H, T, D).
-        With schedule=naive the softmax is written out, and a bias is the mask. With a cache in
-        float32 or better, torch's attention runs, because it is the fastest for one query, and a
-        bias is the mask. In all other cases kernels.attend_by_position runs, which masks by
-        positions. A bias would be T x T in training, and torch would round it in 16 bits."""
+        """Return the attention of the tokens to all keys up to their own, (B, H, T, D). There are
+        three cases. self.bias is set in the first two, and it is then the mask.
+        - With schedule=naive the softmax is written out.
+        - With a cache in float32 or better, torch's attention runs. It is the fastest for one
+          query.
+        - In all other cases kernels.attend_by_position runs, which masks by positions. It needs no
+          bias. In training a bias would be T x T. In 16 bits torch would round it."""
         if self.bias is not None:
             return attend(q, k, v, self.bias, fast=not self.naive)
         pos = self.pos.int().squeeze(0)  # (T,) for all rows, or (B, T)

@@ -260,6 +260,7 @@ PACKAGES = {
     "httpx==0.28.1": ("val", "ecf4922e86418a3d"),
     "uvicorn==0.54.0": ("val", "df6bb4636dddf069"),
     "tqdm==4.70.1": ("val", "a580a156ca6f66ce")}
+# Each data set of packages has this part of PACKAGES as its validation text.
 HELD_OUT = {"packages": "val", "packages-tune": "tune"}
 SKIPPED = ("torch/version.py",)  # it names the build
 
@@ -350,7 +351,8 @@ class Packages(Corpus):
 
     def __init__(self, dataset):
         self.of = {}
-        for package, (part, _) in PACKAGES.items():  # train comes first and keeps a text of both
+        # A text of a train package and of another one stays in train, because train comes first.
+        for package, (part, _) in PACKAGES.items():
             if part in ("train", HELD_OUT[dataset]):
                 for text in package_text(package):
                     self.of.setdefault(text, "train" if part == "train" else "val")
@@ -378,8 +380,8 @@ def build_tokenizer(cfg, corpus, files):
     return CharTokenizer(chain.from_iterable(corpus.sample(["train", "val"], limit)))
 
 
-def encode(corpus, tokenizer, dtype, files, room) -> Counter:
-    """Encode every document on all cores, and write its tokens to the file of its split. A file
+def encode(corpus, tokenizer, dtype, outputs, room) -> Counter:
+    """Encode every document on all cores, and write its tokens to the file outputs[split]. A file
     gets at most room[split] tokens, and room counts down with each. Return how many bytes of text
     the tokens of each split stand for. Raise UserError if a text does not come back from its
     tokens."""
@@ -387,9 +389,10 @@ def encode(corpus, tokenizer, dtype, files, room) -> Counter:
         _, text, first, ends = piece
         ids = tokenizer.encode_slice(text, first)
         back = check_back(text, tokenizer.decode(ids) if first else tokenizer.after(ids))
-        return np.append(ids, np.array([tokenizer.eot][:ends], dtype=np.int64)), len(back.encode())
+        return np.append(ids, np.array([tokenizer.eot] * ends, dtype=np.int64)), len(back.encode())
 
     n_bytes = Counter()
+    # A slice is taken only if its split still has room at that moment.
     todo = (piece for piece in corpus.slices() if room[piece[0]])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         while any(room.values()) and (batch := list(islice(todo, BATCH))):
@@ -397,7 +400,7 @@ def encode(corpus, tokenizer, dtype, files, room) -> Counter:
                 fits = ids[:room[split]]
                 whole = len(fits) == len(ids)
                 n_bytes[split] += size if whole else len(tokenizer.decode_bytes(fits))
-                files[split].write(fits.astype(dtype).tobytes())
+                outputs[split].write(fits.astype(dtype).tobytes())
                 room[split] -= len(fits)
     return n_bytes
 
@@ -583,7 +586,7 @@ def clear_killed(folder):
     locks they stay, because a call may still go on there."""
     for parent, part in product(folder.parents, ("new", "old")):
         for found in parent.glob(f".{folder.name}.{8 * '?'}/{part}"):
-            with contextlib.suppress(UserError, FileNotFoundError):     # it has just ended
+            with contextlib.suppress(UserError, FileNotFoundError):     # it goes on, or has ended
                 if lock(found.parent):
                     put_back(found.parent, parent / folder.name)
                 else:

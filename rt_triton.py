@@ -19,7 +19,7 @@ read and write them where they lie:
                                       the last `rows` numbers of (Z, 1, K Q). v is one key of
                                       (Z, K, D). p is the last `rows` numbers of one key in
                                       (Z, K, K Q).
-    write_query_grad                  da_out and a are Q rows of (Z, K Q, D), and delta_out is Q
+    store_da_delta                    da_out and a are Q rows of (Z, K Q, D), and delta_out is Q
                                       numbers of (Z, 1, K Q).
 
 All other arguments are contiguous.
@@ -151,7 +151,7 @@ def add_pair_grad(dk, dv, q, v, p, da, delta):
 
 
 @triton.jit(**COUNTS)
-def write_query_grad_kernel(da_out_ptr, delta_ptr, da_ptr, a_ptr, delta_z, Q, D,
+def store_da_delta_kernel(da_out_ptr, delta_ptr, da_ptr, a_ptr, delta_z, Q, D,
                             BLOCK: tl.constexpr):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     out = row // Q * delta_z + row % Q
@@ -160,7 +160,7 @@ def write_query_grad_kernel(da_out_ptr, delta_ptr, da_ptr, a_ptr, delta_z, Q, D,
     tl.store(delta_ptr + out, tl.sum(da * load(a_ptr, out * D + d, d < D)))
 
 
-def write_query_grad(da_out, delta_out, da, a):
+def store_da_delta(da_out, delta_out, da, a):
     Z, Q, D = a.shape
-    launch(write_query_grad_kernel, Z * Q, da_out, delta_out, da, a, delta_out.stride(0), Q,
+    launch(store_da_delta_kernel, Z * Q, da_out, delta_out, da, a, delta_out.stride(0), Q,
            width=D)

@@ -14,8 +14,8 @@ chunks with l + c = s therefore run together, in step s:
 A step is a loop over the K positions of its chunks, so that T + (L - 1) K positions run one after
 the other and not L T (T is rounded up to whole chunks). At each position, a product by a matrix
 such as Wo is one bmm for all layers that are active in the step, A of them. Attention to earlier
-chunks is the exception. It is not repeated at each position, but runs before the loop (`outside`),
-with one call for each active layer, because layers have different numbers of earlier keys.
+chunks differs in two ways. It runs for all K positions at once, before the loop (`outside`). It
+takes one call for each active layer, because layers have different numbers of earlier keys.
 
 A step has two parts, here with the numbers of model_rt.py's equations. The first part takes all
 positions of a chunk at once. It computes (1), and attention to the temporary pair and to the pairs
@@ -83,8 +83,7 @@ def forward_pass(wave, x, *weights, pairs=None):
     states = x.new_zeros(wave.L + 1, wave.length, wave.B, wave.C)
     states[0, :wave.T] = x.transpose(0, 1)
     for step in wave.steps:
-        active = Weights(*(weight[step.lo:step.hi] for weight in w))
-        forward_step(wave, states, pairs, active, step)
+        forward_step(wave, states, pairs, w.active(step), step)
     return [states]
 
 
@@ -106,7 +105,7 @@ def forward_step(wave, states, pairs, w, step):
         z_i, z_n = pieces.add_and_norm(x_i, product(a_i, w.wo), eps)             # (3), n2(z)
         u_i = product(z_n, w.up)
         y_i, y_n = pieces.add_and_norm(z_i, product(F.gelu(u_i), w.down), eps)   # (4), n1(y)
-        k_i, v_i, _ = persistent(wave, y_n, w, ropes[i])                         # (5)
+        k_i, v_i, _ = wave.persistent(y_n, w, ropes[i])                          # (5)
         k[:, i], v[:, i] = k_i.reshape(-1, wave.D), v_i.reshape(-1, wave.D)
         ys.append(y_i)
     wave.diagonal(states[1:], step, 1).copy_(torch.stack(ys, 1))
@@ -150,7 +149,7 @@ class Wavefront:
         if cfg.pos == "alibi":
             self.slopes = alibi_slopes(self.H, x.device, self.sum_dtype)
         # This bias (H or 1, K, K) is for a chunk's queries and its own persistent pairs. It is
-        # -inf unless the key is earlier, also at the query's own position.
+        # -inf where the key is later than the query or at the query's own position.
         pos = self.pos[:self.K]
         bias = attention_bias(pos[None], pos, 0, self.slopes, self.sum_dtype)[0]
         self.bias = bias.masked_fill(pos[:, None] == pos, -math.inf)
@@ -187,23 +186,32 @@ class Wavefront:
 
     def temporary(self, x, w, rope):
         """Return q, k^ and v^ (A, B, H, K, D) of rows x (A, K B, C), as in (1), with the pairs
-        repeated for each query head. Return also n and r of the norms n1, nq and nk (NormParts),
-        because the backward pass needs them."""
+        repeated for each query head. Return also the NormParts of n1, nq and nk, because the
+        backward pass needs them. (NormParts are the two factors n and r of a norm, see
+        norm_parts.)"""
         x_parts = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
         qkv = product(x_parts.n.to(self.dtype), w.qkv)
         q, k, v = qkv.split([H * D, G * D, G * D], -1)
-        q, q_parts = heads(q, w.nq, rope, self.cfg.norm_eps, self.B, D)
-        k, k_parts = heads(k, w.nk, rope, self.cfg.norm_eps, self.B, D)
+        q, q_parts = heads(self, q, w.nq, rope)
+        k, k_parts = heads(self, k, w.nk, rope)
         v = v.unflatten(-1, (G, D)).unflatten(1, (-1, self.B))
         q, k, v = (x.permute(0, 2, 3, 1, 4).contiguous() for x in (q, k, v))
         k, v = (upcast(x).repeat_interleave(H // G, 2) for x in (k, v))
         return (q, k, v), (x_parts, q_parts, k_parts)
 
+    def persistent(self, y_n, w, rope):
+        """Return k and v (A, P, B, G, D) of y_n = n1(y) (A, P B, C), as in (5). Return also the
+        parts of nk."""
+        k, v = product(y_n.to(self.dtype), w.qkv[:, self.kv_part]).chunk(2, -1)  # (A, P B, G D)
+        k, k_parts = heads(self, k, w.nk, rope)
+        return k, v.view(v.size(0), -1, self.B, self.G, self.D), k_parts
+
     def outside(self, q, k_temp, v_temp, pairs, step):
         """Return out (A, B, H, K, D) and lse (A, B, H, K) of a chunk's queries after they have
         attended to their temporary pairs and to all earlier chunks."""
-        score, found = (q * k_temp).sum(-1) * self.scale, []  # the temporary pair's
+        score = (q * k_temp).sum(-1) * self.scale  # of the temporary pair
+        found = []
         for at, l in enumerate(range(step.lo, step.hi)):  # l is active layer `at`
             start, positions = self.earlier(l, step)
             keys, values = pairs[:, l, :, :, :start]  # all are visible
@@ -228,6 +236,10 @@ class Weights(NamedTuple):
     down: torch.Tensor  # (L, C, M)
     nq: torch.Tensor    # (L, 1, H D); (L, 1, 0) without QK-norm
     nk: torch.Tensor    # (L, 1, G D)
+
+    def active(self, step):
+        """Return views of the weights of the layers that are active in a step."""
+        return Weights(*(x[step.lo:step.hi] for x in self))
 
     def to(self, dtype):
         """Return the weights with the matrices in dtype. nq and nk keep theirs, because they
@@ -268,14 +280,14 @@ def norm_parts(x, eps):
     return NormParts(*torch.ops.aten._fused_rms_norm(x, [x.size(-1)], None, eps))
 
 
-def heads(rows, weight, rope, eps, B, D):
+def heads(wave, rows, weight, rope):
     """Return rows (A, P B, heads D) as (A, P, B, heads, D), after nq or nk and RoPE. Return also
     the norm's parts, which are () without QK-norm."""
     parts = ()
     if weight.size(-1):
-        parts = norm_parts(rows, eps)
+        parts = norm_parts(rows, wave.cfg.norm_eps)
         rows = (parts.n * weight).to(rows.dtype)
-    rows = rows.view(rows.size(0), -1, B, rows.size(-1) // D, D)
+    rows = rows.view(rows.size(0), -1, wave.B, rows.size(-1) // wave.D, wave.D)
     return apply_rope(rows, *rope) if rope else rows, parts
 
 
@@ -287,8 +299,9 @@ def each_position(tensors, K):
 
 
 def read_pairs(q, k, v, bias, lse, out):
-    """Return the attention a (Z, Q, D) of q (Z, Q, D), already divided by sqrt(D), to i pairs k, v
-    (Z, i, D), with bias (H or 1, i), and to one more pair of score lse (Z, Q, 1) and value out
+    """Return the attention result a (Z, Q, D) of the queries q (Z, Q, D), which are already divided
+    by sqrt(D). The queries attend to i pairs k, v (Z, i, D), whose scores get bias (H or 1, i).
+    They also attend to one more pair, which has the score lse (Z, Q, 1) and the value out
     (Z, Q, D)."""
     if not k.size(1):
         return out
@@ -302,13 +315,6 @@ def add_and_norm(x, update, eps):
     """Return x + update, and the RMS norm of this sum in the dtype of update."""
     x = x + update
     return x, F.rms_norm(x, x.shape[-1:], eps=eps).to(update.dtype)
-
-
-def persistent(wave, y_n, w, rope):
-    """Return k, v (A, P, B, G, D) of y_n = n1(y) (A, P B, C), as in (5), and the parts of nk."""
-    k, v = product(y_n.to(wave.dtype), w.qkv[:, wave.kv_part]).chunk(2, -1)  # (A, P B, G D) each
-    k, k_parts = heads(k, w.nk, rope, wave.cfg.norm_eps, wave.B, wave.D)
-    return k, v.view(v.size(0), -1, wave.B, wave.G, wave.D), k_parts
 
 
 # ---- the backward pass ----
@@ -325,8 +331,8 @@ def persistent(wave, y_n, w, rope):
 #     k_parts, k_temp_parts  n and r of nk at Wk n1(y) (J_k) and at Wk n1(x) (J_k^)
 #     k_temp, v_temp         k^, v^, (A, B, H, K, D) each
 #
-# What `recompute` returns has a (A, K B, H D) and u (A, K B, M). attention.a has the same numbers
-# as (A, B, H, K, D).
+# `recompute` returns the attention result `a` as rows (A, K B, H D), and `u` as rows (A, K B, M).
+# attention.a holds the numbers of `a` in the shape (A, B, H, K, D).
 #
 # The forward pass saved the states only, so the persistent pairs of all layers are computed again
 # from y. Then the steps run in reverse. The picture has what comes to a chunk, and what it leaves:
@@ -339,11 +345,11 @@ def persistent(wave, y_n, w, rope):
 #                          v
 #                         dx, in d_states, for the layer below
 #
-# A step has three parts. `recompute` computes again, for all positions of the chunk at once, (1),
-# the weights p_ij of attention to the chunk's own keys, a, and u. (outside_backward computes the
-# weights of all other keys again.) ChunkAttention, below, has what belongs to attention.
-# `reverse_loop` goes from the chunk's last position j to its first. When it comes to j, it has da_i
-# and delta_i of all later positions i of the chunk.
+# A step has three parts. `recompute` works on all positions of the chunk at once. It computes again
+# (1), the weights p_ij of attention to the chunk's own keys, the attention result `a`, and `u`.
+# (outside_backward computes the weights of all other keys again.) ChunkAttention, below, has what
+# belongs to attention. `reverse_loop` goes from the chunk's last position j to its first. When it
+# comes to j, it has da_i and delta_i of all later positions i of the chunk.
 #
 #     ds_ij = p_ij (da_i . v_j - delta_i)                                         (B1)
 #     dk_j  = sum_{i > j} ds_ij q_i / sqrt(D)    dv_j = sum_{i > j} p_ij da_i     (B2)
@@ -361,8 +367,8 @@ def persistent(wave, y_n, w, rope):
 #     dx_i  = dz_i + J_x.T (Wq.T J_q.T dq_i + Wk.T J_k^.T dk^_i + Wv.T dv^_i)     (B9)
 #     dW    = sum_i (gradient of W's output)_i (W's input)_i.T                    (B10)
 #
-# Equations of attention hold in each head. With grouped heads the sums over i in (B2), and (B8),
-# also sum over the Q query heads that share the pair.
+# Equations of attention hold in each head. With grouped heads, (B2) and (B8) also sum over the Q
+# query heads that share the pair.
 #
 # J are the Jacobians of norms. J_q, J_k and J_k^ are those of nq or nk and of the RoPE after it, as
 # far as the model has them. A norm without a weight is n = x r, where r is
@@ -378,7 +384,7 @@ def backward_pass(wave, states, dy, *weights):
     """Return [dL/dx (B, T, C), *gradients of the weights], from dy (B, T, C)."""
     w = Weights(*weights).to(wave.dtype)
     y_n = F.rms_norm(states[1:].flatten(1, 2), [wave.C], eps=wave.cfg.norm_eps)
-    k, v, _ = persistent(wave, y_n, w, wave.tables)  # (L, length, B, G, D)
+    k, v, _ = wave.persistent(y_n, w, wave.tables)  # (L, length, B, G, D)
     pairs = torch.stack([k, v]).permute(0, 1, 3, 4, 2, 5).contiguous()
     del y_n, k, v  # they are as large as the states
     d_pairs = torch.zeros_like(pairs, dtype=wave.sum_dtype)
@@ -386,8 +392,8 @@ def backward_pass(wave, states, dy, *weights):
     d_states[-1, :wave.T] = dy.transpose(0, 1)  # padding has 0, and so adds nothing
     grads = Weights(*(torch.zeros_like(weight, dtype=wave.sum_dtype) for weight in w))
     for step in reversed(wave.steps):
-        active = [Weights(*(x[step.lo:step.hi] for x in each)) for each in (w, grads)]
-        backward_step(wave, states, pairs, d_states, d_pairs, *active, step)
+        backward_step(wave, states, pairs, d_states, d_pairs, w.active(step), grads.active(step),
+                      step)
     return [d_states[0, :wave.T].transpose(0, 1), *grads]
 
 
@@ -423,7 +429,7 @@ def recompute(wave, x, y, pairs, d_pairs, w, step):
     return SimpleNamespace(
         rope=rope, temp=temp, attention=attention, a=a, u=product(z_parts.n.to(dtype), w.up),
         x_parts=x_parts, y_parts=y_parts, z_parts=z_parts, q_parts=q_parts,
-        k_parts=persistent(wave, y_parts.n, w, rope)[2] if q_parts else (),
+        k_parts=wave.persistent(y_parts.n, w, rope)[2] if q_parts else (),
         k_temp_parts=k_temp_parts)
 
 
@@ -439,14 +445,14 @@ def reverse_loop(wave, chunk, dy, w):
     done = []
     for j in reversed(range(wave.K)):
         dk, dv = attention.kv_grad(j)                                            # (B1), (B2)
-        dk = heads_backward(rotated_back(dk[:, None], ropes[j]), w.nk, k_parts[j])
+        dk = qk_norm_backward(rotated_back(dk[:, None], ropes[j]), w.nk, k_parts[j])
         dkv = torch.cat([dk, dv.flatten(2)], -1).to(wave.dtype)
         dn = product(dkv, w_kv.mT)
         g, g_low = pieces.add_norm_backward(dys[j], dn, *y_parts[j])             # (B3)
         du = torch.ops.aten.gelu_backward(product(g_low, w.down.mT), us[j])      # (B4)
         dn = product(du, w.up.mT)
         dz, dz_low = pieces.add_norm_backward(g, dn, *z_parts[j])                # (B5)
-        attention.write_query_grad(j, product(dz_low, w.wo.mT))                  # (B6)
+        attention.write_da(j, product(dz_low, w.wo.mT))                          # (B6)
         done.append((g_low, du, dz, dkv))
     return (torch.cat(of_all[::-1], 1) for of_all in zip(*done))
 
@@ -456,7 +462,7 @@ def input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step):
     the gradients of nq and nk, and to d_pairs of earlier chunks."""
     attention, rope = chunk.attention, chunk.rope
     dq, *d_temp = outside_backward(wave, *chunk.temp, attention, pairs, d_pairs, step)
-    dq = dq + attention.query_grad()  # (B7)
+    dq = dq + attention.own_dq()  # (B7)
     d_temp = (d.unflatten(2, (wave.G, -1)).sum(3) for d in d_temp)  # over Q heads
     dq, dk_temp, dv_temp = (d.permute(0, 3, 1, 2, 4) for d in (dq, *d_temp))  # (A, K, B, heads, D)
     dq, dk_temp = (rotated_back(d, rope) for d in (dq, dk_temp))
@@ -466,8 +472,8 @@ def input_gradient(wave, chunk, dz, pairs, d_pairs, w, grads, step):
         for grad, d, (n, _) in ((grads.nq, dq, chunk.q_parts), (grads.nk, dk, chunk.k_parts),
                                 (grads.nk, dk_temp, chunk.k_temp_parts)):
             grad += (d * n).sum(1, keepdim=True)
-    dq = heads_backward(dq, w.nq, chunk.q_parts)
-    dk_temp = heads_backward(dk_temp, w.nk, chunk.k_temp_parts)
+    dq = qk_norm_backward(dq, w.nq, chunk.q_parts)
+    dk_temp = qk_norm_backward(dk_temp, w.nk, chunk.k_temp_parts)
     dqkv = torch.cat([dq, dk_temp, dv_temp.flatten(3).flatten(1, 2)], -1).to(wave.dtype)
     return dz + norm_backward(product(dqkv, w.qkv.mT), *chunk.x_parts), dqkv  # (B9)
 
@@ -481,7 +487,8 @@ def outside_backward(wave, q, k_temp, v_temp, attention, pairs, d_pairs, step):
     ds = p * (da * (v_temp - a)).sum(-1, keepdim=True)  # (B1), because delta is da . a
     dq, dk_temp, dv_temp = ds * k_temp * wave.scale, ds * q * wave.scale, p * da  # (B7), (B8)
     a, da = a.to(wave.dtype), da.to(wave.dtype)
-    for at, l in enumerate(range(step.lo, min(step.hi, step.s))):  # chunk 0 has no earlier keys
+    # Layer s is at chunk 0, which has no earlier keys, because S is 0 in training.
+    for at, l in enumerate(range(step.lo, min(step.hi, step.s))):
         start, positions = wave.earlier(l, step)
         keys, values = pairs[:, l, :, :, :start]
         new = kernels.attend_by_position_backward(
@@ -497,7 +504,7 @@ class ChunkAttention:
 
     __init__ completes wave.outside's out and lse with the chunk's own pairs k, v (A, B, G, K, D),
     for all positions at once. dk and dv, in the same shape, are what later chunks have added to
-    the gradients of these pairs. Then kv_grad and write_query_grad are called position by position.
+    the gradients of these pairs. Then kv_grad and write_da are called position by position.
 
     A bmm over Z has the K Q queries that share a key head as rows. Position i has the rows i Q to
     (i + 1) Q - 1, so that the queries later than a key are the last rows."""
@@ -508,8 +515,8 @@ class ChunkAttention:
         self.Q, Z = H // wave.G, A * B * wave.G
         self.k, self.v = (x.to(out.dtype).reshape(Z, K, D) for x in (k, v))
         # (K, Z, 1, D): each position is contiguous, so that baddbmm_ is one call.
-        by_key = (x.permute(3, 0, 1, 2, 4).reshape(K, Z, 1, D) for x in (dk, dv))
-        self.dk, self.dv = map(torch.Tensor.contiguous, by_key)
+        self.dk, self.dv = (x.permute(3, 0, 1, 2, 4).reshape(K, Z, 1, D).contiguous()
+                            for x in (dk, dv))
         self.q_scaled, out, lse = (x.flatten(1, 2) for x in wave.by_position(q, out, lse))
         scores = torch.bmm(self.q_scaled, self.k.mT)  # (Z, K Q, K)
         bias = wave.bias.expand(H, K, K).unflatten(0, (wave.G, self.Q)).transpose(1, 2)
@@ -539,42 +546,43 @@ class ChunkAttention:
             self.da_rows[:, later:], self.delta[..., later:])
         return dk.view(A, B, -1, D), dv.view(A, B, -1, D)
 
-    def write_query_grad(self, j, da):
+    def write_da(self, j, da):
         """Write da_j (A, B, H D), and delta_j, as in (B6)."""
         da_j, delta_j, a_j = self.of_query[j]
-        self.pieces.write_query_grad(da_j, delta_j, da.view(a_j.shape), a_j)
+        self.pieces.store_da_delta(da_j, delta_j, da.view(a_j.shape), a_j)
 
-    def query_grad(self):
+    def own_dq(self):
         """Return what the chunk's own keys add to dq (A, B, H, K, D), in (B7)."""
         ds = self.p * (torch.bmm(self.da_rows, self.v.mT) - self.delta.mT)
         return self.by_head(torch.bmm(ds, self.k) * self.scale)
 
 
 def add_pair_grad(dk, dv, q, v, p, da, delta):
-    """Add what n queries give to dk and dv (Z, 1, D) of one key, as in (B2). q (Z, n, D) is divided
-    by sqrt(D). da is (Z, n, D), v (Z, 1, D), and p and delta are (Z, 1, n)."""
+    """Add to dk and dv (Z, 1, D) of one key what the queries after it contribute, as in (B1) and
+    (B2). There are n of these queries. q (Z, n, D) is divided by sqrt(D). da is (Z, n, D), v is
+    (Z, 1, D), and p and delta are (Z, 1, n)."""
     ds = p * (torch.bmm(v, da.mT) - delta)  # (B1)
     dk.baddbmm_(ds, q)
     dv.baddbmm_(p, da)
 
 
-def write_query_grad(da_out, delta_out, da, a):
+def store_da_delta(da_out, delta_out, da, a):
     """Write da (Z, Q, D) to da_out, and da . a to delta_out (Z, 1, Q)."""
     da_out.copy_(da)
     delta_out.copy_((da * a).sum(-1)[:, None])
 
 
 def rotated_back(d, rope):
-    """Return the gradient before RoPE as rows (A, P B, heads D), from d (A, P, B, heads, D), the
-    gradient of the result of `heads`."""
+    """Return d (A, P, B, heads, D), the gradient of what `heads` returns, rotated back by RoPE. It
+    is returned as rows (A, P B, heads D). Without RoPE only the shape changes."""
     if rope:
         d = apply_rope(d, rope[0], -rope[1])
     return d.flatten(3).flatten(1, 2)
 
 
-def heads_backward(rows, weight, parts):
-    """Return the gradient of the input of nq or nk, from `rows`, the gradient of its output as
-    rotated_back returns it."""
+def qk_norm_backward(rows, weight, parts):
+    """Return the gradient of what nq or nk takes. `rows` is the gradient of what it gives, as
+    rotated_back returns it. Without QK-norm this returns rows."""
     return norm_backward(rows * weight, *parts) if parts else rows
 
 
@@ -635,9 +643,10 @@ class Layers(torch.autograd.Function):
 
 
 def run(wave, function, *inputs):
-    """Return function(wave, *inputs). Autocast is off inside, because wave.dtype is its dtype. On
-    CUDA the second and later calls of a key are replayed as a graph, because a position has some
-    fifteen kernels, which take longer to launch than to run."""
+    """Return function(wave, *inputs). Autocast is off inside, because the passes cast their inputs
+    to wave.dtype themselves, and wave.dtype is autocast's dtype. On CUDA the second call with the
+    same `key` (see below) is recorded as a graph, and this call and all later ones replay it. One
+    position launches some fifteen kernels, and a kernel takes longer to launch than to run."""
     with torch.autocast(inputs[0].device.type, enabled=False):
         if not (wave.cfg.cuda_graphs and graphs.recordable(inputs[0])):
             return function(wave, *inputs)
@@ -653,4 +662,4 @@ def run(wave, function, *inputs):
 # rt_triton.py has a kernel for each of these, under the same name.
 PLAIN = SimpleNamespace(
     read_pairs=read_pairs, add_and_norm=add_and_norm, add_pair_grad=add_pair_grad,
-    add_norm_backward=add_norm_backward, write_query_grad=write_query_grad)
+    add_norm_backward=add_norm_backward, store_da_delta=store_da_delta)

@@ -1,6 +1,6 @@
 """
-This program continues prompts with a trained model. One decoding loop serves all models, because
-each has a cache, a forward pass with it, and a limit of its context.
+This program continues prompts with a trained model. Its loop, `stream`, serves all models, because
+each model has a cache, a forward pass that uses the cache, and a limit of its context.
 
     python sample.py out/gpt_tiny                           500 tokens, printed as they come
     python sample.py out/gpt_tiny prompt="def main(" temperature=0.7 top_p=0.95
@@ -224,7 +224,6 @@ def main(argv):
     changed = {"prefill": cfg.prefill} if cfg.prefill else {}
     model, tokenizer, ckpt = load_run(path, device, cfg.dtype, fast=cfg.fast, **changed)
     prompts = list(map(tokenizer.encode, texts or [ckpt["config"].get("sample_prompt", "\n")]))
-    check_prompts(prompts, tokenizer.vocab_size)
     limit, longest = model.context_limit, max(map(len, prompts))
     if limit and longest > limit:
         print(f"the longest prompt has {longest} tokens: prompts are cropped to their last {limit} "

@@ -6,16 +6,20 @@ Serving: many requests at a time, for models that loop over depth (relaxed, mor)
     python serve.py out/mor_tiny prompt="def read(self, "   the text, in colours
     python serve.py help                                    every option with its meaning
 
+A server with a web page uses the same engine (lab/page.py).
+
 A line of FILE is {"prompt": "def ", "max_new_tokens": 50, "id": "a"}, in which only the prompt is
 needed. The answer is a JSON line with the id (or the line's number), the text, its tokens, exits
 (for each token, the loop after which it was predicted) and seconds (since the start). An answer
 ends where the context is full, where sample.py would go on. prompt= prints each token in the colour
 of the loop after which it was predicted: 1 blue, 2 green, 3 red.
 
-Batching. A token takes loop 1. Then it may exit, which means that the next token is predicted from
-it, or take loop 2. (model_mor.py calls a loop a recursion.) In the pictures, two slots decode the
-requests A and B, and C comes next. A column is a step, and A2 is loop 2 of a token of A. (The word
-sequence stands for a request's tokens. share=sequence of model_mor.py is something else.)
+Batching. A token takes loop 1. Then it takes loop 2, or it exits, which means that the next token
+is predicted from it. (model_mor.py calls a loop a recursion. There a token of a prompt may leave
+the loops early, too, but nothing is predicted until all tokens of the prompt have left them.) In
+the pictures, two slots decode the requests A and B, and C comes next. A column is a step, and A2 is
+loop 2 of a token of A. (The word sequence stands for a request's tokens. share=sequence of
+model_mor.py is something else.)
 
     sequence    A1 A2 A1 .  A1 A2       a step is one loop of all: slots whose tokens have exited
                 B1 .  B1 B2 C1 C2       wait (.) for the others
@@ -104,10 +108,11 @@ class Token:
 class Slot:
     """The place where one request is decoded.
 
-    Along `unfinished` the number of loops taken never rises, so the newest tokens, which stand at
-    its end, have taken the fewest loops. A step runs these tokens and all before them that have
-    taken as many loops. So all tokens that a slot runs in a step are in the same loop. After the
-    step the number still never rises along `unfinished`."""
+    Along `unfinished` the number of loops taken never rises, so the tokens at its end have taken
+    the fewest loops. A step runs these and all before them that have taken as many. So all tokens
+    that a slot runs in a step are in the same loop. The tokens in front of these stay, and each has
+    taken at least one loop more. So the number still does not rise after the step. In mor, tokens
+    of a prompt leave `unfinished` as the router decides, and the last of `fed` may leave first."""
     number: int
     request: Request = None
     fed: list = None                # the newest tokens: a prompt, or one token of the answer
@@ -120,7 +125,8 @@ class Slot:
         self.unfinished += self.fed
 
     def loops_taken(self):
-        """Return how many loops the newest tokens have taken. The slot runs the next one."""
+        """Return how many loops the last unfinished tokens have taken. The slot runs the next
+        one."""
         return self.unfinished[-1].loops
 
     def take(self):
@@ -133,7 +139,9 @@ class Slot:
 
 class Engine:
     """The engine decodes requests in `slots` slots. A prompt and its answer together have up to
-    max_len tokens (None: the model's limit or, without one, 8 times block_size).
+    max_len tokens (None: the model's limit or, without one, 8 times block_size). eot is the id of
+    end-of-text (None: no answer ends with it). vocab_size is the tokenizer's (None: the model's). A
+    model's vocabulary may be padded by further ids, which stand for nothing and are never chosen.
 
     This is the life of the tokens 0 to 3 in relaxed, with three loops and a prompt of two tokens.
     The column `unfinished` has the slot's list before each step. In it 2:1 is the token at position
@@ -175,11 +183,12 @@ class Engine:
 
         A lane has gaps. It has an entry for every position, also for a token that does not take its
         loop, and `taken` hides this entry. model_mor.py has no gaps, because it keeps the tokens of
-        a later recursion one after the other. That takes 6,136 bytes a token in the table
-        mor_pareto of lab/results/tables.md, where lanes take 8,192. Here a call has rows in
-        different loops, and the loops of a slot have different numbers of tokens. Because of the
-        gaps, the position alone says in every lane where a row writes and which keys come before
-        it. Without gaps, each lane would need a length and the positions of its tokens."""
+        a later recursion one after the other. With configs/mor_tiny.yaml, its cache begins with
+        6,136 bytes a token, as in the table mor_pareto of lab/results/tables.md. Lanes would take
+        8,192. Here a call has rows in different loops, and the loops of a slot have different
+        numbers of tokens. Because of the gaps, the position alone says in every lane where a row
+        writes and which keys come before it. Without gaps, each lane would need a length and the
+        positions of its tokens."""
         zeros, n = partial(torch.zeros, device=self.device, dtype=dtype), len(self.slots)
         shape = 2, cfg.kv_heads, self.max_len, cfg.head_size
         self.kv = [zeros(n * self.n_loop, *shape) for _ in range(cfg.n_stored)]
@@ -215,12 +224,12 @@ class Engine:
         return self.model.wte(torch.tensor(ids, dtype=torch.long, device=self.device))
 
     # This leaves out cuDNN's attention, because cuDNN plans anew for each shape, which takes longer
-    # than a step, and here every second call has another shape.
+    # than a step, and here many calls have a new shape.
     @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     @torch.inference_mode()
     def step(self):
-        """Run one loop of all slots. In sequence batching, run only those whose newest tokens have
-        taken the most loops. Return the requests that end."""
+        """Run one loop of all slots. In sequence batching, run only those whose last unfinished
+        tokens have taken the most loops. Return the requests that end."""
         # 1. Choose the slots that run. In sequence batching a slot that is back at loop 1 waits for
         # the others. lab.page also makes steps without a busy slot, for which max has a default.
         slots, adapter = self.busy(), self.adapter
@@ -263,12 +272,14 @@ class Engine:
         Slots share one call, in which each token is a row (T = 1) and has a copy of its slot's
         keys. A slot with more than MANY tokens has a call of its own, in which it is one row
         (B = 1). Such a slot runs a long prompt, or a token together with many that have exited."""
+        if layers is None:
+            return
         # The tokens of a slot stand together.
-        slots = [list(its) for _, its in itertools.groupby(tokens, lambda token: token.slot)]
-        calls = [(len(its), its) for its in slots if len(its) > self.MANY]
-        calls.append((1, [token for its in slots if len(its) <= self.MANY for token in its]))
-        for T, call in calls:
-            if layers and call:
+        groups = [list(group) for _, group in itertools.groupby(tokens, lambda token: token.slot)]
+        few = [token for group in groups if len(group) <= self.MANY for token in group]
+        many = [(len(group), group) for group in groups if len(group) > self.MANY]
+        for T, call in [*many, (1, few)]:
+            if call:
                 x = torch.stack([token.h for token in call]).unflatten(0, (-1, T))  # (B, T, C)
                 x = layers(x, SlotContext(self, call, T, loop))
                 for token, h in zip(call, x.flatten(0, 1)):
@@ -290,7 +301,7 @@ class Engine:
             exits = [self.rule(slot.fed[-1].loops, p) for slot, p in zip(asked, likeliest)]
             asked, logits = list(itertools.compress(asked, exits)), logits[exits]
         ids = self.pick(asked, logits)
-        requests = [slot.request for slot in asked]
+        requests = [slot.request for slot in asked]     # before a request that ends leaves its slot
         for slot, id, x in zip(asked, ids, self.embed(ids).split(1)):
             self.answer(slot, id, x)
         return [request for request in requests if request.reason]
@@ -315,11 +326,11 @@ class Engine:
         """Return a token for each slot. The likeliest tokens are found for all slots at once. A
         token is sampled only where the request asks for it."""
         check_finite(logits)
-        tokens = logits.argmax(-1).tolist()
+        ids = logits.argmax(-1).tolist()
         for n, r in enumerate(slot.request for slot in slots):
             if r.sampling != Request.sampling:      # the default is the likeliest token
-                tokens[n] = int(next_tokens(logits[n:n + 1], *r.sampling, r.generator))
-        return tokens
+                ids[n] = int(next_tokens(logits[n:n + 1], *r.sampling, r.generator))
+        return ids
 
     def end(self, slot, reason):
         slot.request.reason = reason
@@ -328,8 +339,10 @@ class Engine:
 
 def exit_rule(exit, n_loop):
     """Return the rule that exit= names, or None if it is empty. rule(loop, p) says whether a token
-    exits after a loop, where p is the probability of its likeliest next token. This confidence is
-    softmax_max in the public code of CALM (Schuster et al. 2022)."""
+    exits after a loop, where p is the probability of its likeliest next token. With static:LOOP it
+    exits after loop LOOP. With confidence:P it exits after the first loop in which p is above P, or
+    after the last loop. This confidence is softmax_max in the public code of CALM (Schuster et al.
+    2022)."""
     kind, _, bound = exit.partition(":")
     with contextlib.suppress(ValueError):       # a bound that is no number is refused below
         bound = float(bound)
@@ -365,8 +378,8 @@ class SlotContext:
         self.rope = engine.rope and [x[self.pos][:, None] for x in engine.rope]
 
     def extend(self, layer, k, v):
-        """Write k and v (B, G, T, D) of the tokens. Return those of all tokens so far, (B, G, S, D)
-        each."""
+        """Write k and v (B, G, T, D) of the tokens. Return the first S entries of each row's lane,
+        (B, G, S, D) each. The bias hides those that a token may not read."""
         self.write(layer, k, v)
         kv = self.kv[layer][:, :, :, :self.S].index_select(0, self.lane)
         return kv.to(k.dtype).unbind(1)
@@ -378,11 +391,13 @@ class SlotContext:
 
 
 # ---- the models: what the engine asks of them ----
-# `routed` of an adapter says that exit= and fill= mean nothing, as in mor, where a router decides
-# which tokens exit, or none does (router=none). go_on(tokens) returns the tokens that take another
-# loop. before_loops, run_loop, write_keys and after_loops take states x (B, T, C) and their
-# SlotContext, whose rows may be in different loops, and return the next states. before_loops,
-# write_keys or after_loops is None where a model has no use for it.
+# `routed` is true where the model itself decides when a token leaves the loops, so that exit= and
+# fill= are refused. In mor its router decides, and with router=none all tokens take all loops.
+# go_on(tokens) returns the tokens that take another loop. before_loops, run_loop, write_keys and
+# after_loops take states x (B, T, C) and their SlotContext, whose rows may be in different loops,
+# and return the next states. before_loops, write_keys or after_loops is None where a model has no
+# use for it.
+
 
 class RelaxedAdapter:
     routed, before_loops, after_loops = False, None, None
@@ -404,8 +419,8 @@ class RelaxedAdapter:
         u, D = self.use(x, context), self.cfg.head_size
         for layer, block in enumerate(self.model.blocks):
             n, attn = block.norm1(x), block.attn
-            k = attn.wk(n, u).unflatten(-1, (-1, D)).transpose(1, 2)        # (B, G, T, D)
-            v = attn.wv(n, u).unflatten(-1, (-1, D)).transpose(1, 2)        # (B, G, T, D)
+            k, v = (w(n, u).unflatten(-1, (-1, D)).transpose(1, 2)          # (B, G, T, D)
+                    for w in (attn.wk, attn.wv))
             if self.cfg.qk_norm:
                 k = attn.k_norm(k, u)
             k = apply_rope(k, *context.rope) if context.rope else k
@@ -456,7 +471,7 @@ class MoRAdapter:
         if self.cfg.router == "token":
             h1 = torch.stack([token.h1 for token in context.tokens]).view_as(x)
             _, p, depth = self.model.choose_depth(h1, self.model.loops_to_run)
-            x = self.model.exit(h1, x, p, depth)        # (2.2)
+            x = self.model.add_gated(h1, x, p, depth)   # (2.2)
         for block in self.model.last:
             x = block(x, -1, context)
         return x
@@ -535,8 +550,8 @@ def main(argv):
 def loop_fractions(loops, n_loop):
     """Return the fractions of 1, 2, .. n_loop in `loops`, which has a loop for each token, as
     "1: 60%, 2: 40%"."""
-    return ", ".join(f"{b}: {loops.count(b) / max(1, len(loops)):.0%}"
-                     for b in range(1, n_loop + 1))
+    return ", ".join(f"{loop}: {loops.count(loop) / max(1, len(loops)):.0%}"
+                     for loop in range(1, n_loop + 1))
 
 
 def read_requests(model, tokenizer, cfg):

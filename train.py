@@ -10,17 +10,18 @@ The trainer of every model. It runs as one process on a CPU or GPU, or through t
     python train.py help model=rt                       every option, those of model=rt too
 
 The options are those of TrainConfig and of the chosen model's Config. common/options.py merges
-their defaults, a config file, a checkpoint and the command line. A single process makes a missing
-data set of texts on this machine itself. In all other cases prepare.py must make it first.
-out/<run>/ receives ckpt.pt (the state that was saved last), best.pt (the state with the best
-validation loss), step_N.pt (with keep_interval=), log.jsonl and curves.png. `step` counts completed
-optimizer steps.
+their defaults, a config file, a checkpoint and the command line. If a data set is missing and its
+texts lie on this machine, a single process makes it. Otherwise prepare.py must make it first. A
+task (task:NAME) is made while the model trains. out/<run>/ receives ckpt.pt (the state that was
+saved last), best.pt (the state with the best validation loss), step_N.pt (with keep_interval=),
+log.jsonl and curves.png. `step` counts completed optimizer steps.
 
 On a GPU, Python takes longer to launch the kernels of a small model than they take to run.
 compile=true, which is auto's choice there, lets torch.compile fuse kernels; this takes a minute or
 two at the start. compile=graph fuses nothing. It records the kernels of a micro-batch's forward and
 backward pass and launches them as one CUDA graph (graphs.py), and it is ready at once. It needs one
-process, and a model that reads no tensor on the host (mor with router=token reads one).
+process, a CUDA GPU and triton. The model must read no tensor on the host, as int(x) does (mor with
+router=token reads one), and loop_warmup must be 0.
 
 A run is repeatable, because its batch depends only on (seed, step), and the random numbers of a
 forward pass depend only on (seed, step, micro-batch). So a resumed run, and a run that evaluates
@@ -78,7 +79,7 @@ class Run:
     flops: float = 0.0      # floating-point operations of these steps
     evaluated: int = 0      # `step` at the last evaluation
     best_ce: float = math.inf   # validation loss of best.pt
-    stamp: bytes = None         # of the ckpt.pt that it has saved last, or was resumed from
+    stamp: bytes = None         # SHA-256 of the ckpt.pt that it saved last, or was resumed from
 
     @property
     def folder(self):
@@ -123,6 +124,8 @@ def train_step(run, signals):
     clear_gradients(run)
     if hasattr(run.model, "end_step"):
         run.model.end_step(logged)
+    # This is learning_rate after its schedule. A group's own rate may be another multiple of it.
+    # common/log.py knows the lines of training steps by "lr".
     logged["lr"] = run.cfg.learning_rate * lr_factor(run.step, run.cfg)
     tokens = tokens_per_step(run.cfg, run.model)
     run.tokens += tokens
@@ -207,8 +210,8 @@ def to_device(x, run):
 def clip_and_check(run, logged, signals):
     """Clip the gradients. Return the logged values, summed over all processes, and whether any
     process was asked to stop. One all-reduce sums both. Raise UserError in all processes if the
-    loss or the gradient norm is not finite. This waits for the GPU in each step, because an update
-    that is not finite must not happen."""
+    loss or the gradient norm is not finite. The check waits for the GPU in each step, because an
+    update that is not finite must not happen."""
     clip = run.cfg.grad_clip or math.inf
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm     # sharded gradients
@@ -235,8 +238,8 @@ def clear_gradients(run):
 @torch.no_grad()
 def evaluate(run):
     """Return the mean cross-entropy of eval_batches batches of the validation data, in nats a
-    token, and bits per byte. A task has no bits per byte, but the fractions of scored tokens and of
-    rows that are right.
+    token. A text also has bits per byte. A task has the fraction of its scored tokens that are
+    right, and the fraction of its rows in which all scored tokens are right.
 
     In eval mode a model computes exactly what it computes when it decodes (but for LRT with
     prefill=interleaved). A model that has `estimate` (LRT) also estimates the cross-entropy by its
@@ -248,6 +251,7 @@ def evaluate(run):
     n, wanted = len(batches), run.cfg.exact_batches
     exact = range(n) if not 0 < wanted < n else set(np.linspace(0, n - 1, wanted).astype(int))
     names = ["ce", *getattr(model, "eval_metrics", ())]
+    # All processes sum the same names, because a process may have no batch.
     names += ["token_accuracy", "sequence_accuracy", "ce_estimate", "gap"]
     totals, counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     with gathered(run.model):                   # each process needs all weights
@@ -294,8 +298,9 @@ MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "
 
 
 def evaluate_and_keep(run):
-    """Save and evaluate the state after each eval_interval steps and after the last one. Keep it as
-    step_N.pt after each keep_interval steps, but not if the evaluation fails."""
+    """After each eval_interval steps and after the last step, save the state and evaluate it. After
+    each keep_interval steps, save it as ckpt.pt and as step_N.pt. If the evaluation fails, neither
+    is saved again, because the error ends the run."""
     def due(interval):
         return run.step > 0 and interval > 0 and run.step % interval == 0
     start = time.perf_counter()
@@ -440,8 +445,8 @@ def setup(argv):
 
 def check_new(cfg):
     """Raise UserError if the folder holds a checkpoint and the options do not say what is to
-    happen to it. Its ckpt.pt may have been removed and best.pt kept. Raise UserError, too, if the
-    run would remove the weights that it starts from."""
+    happen to it. best.pt and step_N.pt count, too, because ckpt.pt alone may have been removed.
+    Raise UserError, too, if the run would remove the weights that it starts from."""
     if cfg.resume == "true" or cfg.eval_only:
         return
     if cfg.overwrite and cfg.init_from and is_inside(cfg.init_from, cfg.folder):
@@ -456,8 +461,9 @@ def check_new(cfg):
 
 
 def number_of(cfg, model, batches, teacher, ckpt):
-    """Return a number that is the same in all processes only if their options, their data and their
-    checkpoints are. Options that name places may differ, because what stands there is compared."""
+    """Return a number by which processes are compared. It is the same in all of them only if they
+    have the same options, data and checkpoints. Options that name places may differ, because the
+    files in these places are compared."""
     places = "out_dir", "data_dir", "dataset", "tokenizer", "config", "init_from", "teacher"
     options = {name: value for name, value in asdict(cfg).items() if name not in places}
     taught = teacher and {"model": type(teacher).__module__, "model_config": asdict(teacher.cfg),
@@ -492,9 +498,10 @@ def open_batches(cfg, block_size, world):
 
 
 def fit_to_data(cfg, given, batches):
-    """Raise UserError if tokenizer= or sample_prompt= of the command line does not fit the data.
-    If a config file's tokenizer does not fit, cfg gets the data's. If there is no prompt, or a
-    config file's does not fit, the first tokens of the validation data are the prompt."""
+    """Raise UserError if tokenizer= or sample_prompt= of the command line does not fit the data. If
+    a tokenizer from elsewhere does not fit, cfg gets the data's tokenizer. If there is no prompt,
+    or a prompt from elsewhere does not fit, the first tokens of the validation data are the
+    prompt."""
     task, data = is_task(cfg.dataset), batches.train
     # The tokens of a task are fixed, so that tokenizer= may only repeat its default there.
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
@@ -562,11 +569,12 @@ def try_micro_step(run):
 def record_micro_step(run):
     """Return micro_step as a CUDA graph. Raise UserError if the model cannot be recorded.
 
-    A replay runs no Python, so that a number would stay the first one. Therefore weight is a
-    tensor, as x and y are. try_micro_step has compiled Triton's kernels and made the gradients. The
-    graph adds to the gradients where they lie in memory, so that clear_gradients must keep them. A
-    replay draws dropout's numbers from the seed of its step. Clipping and the optimizers stay
-    outside of the graph, because the schedules change their numbers in each step."""
+    A replay runs no Python, so that a Python number would keep the value that it had during the
+    recording. Therefore weight is a tensor, as x and y are. try_micro_step has compiled Triton's
+    kernels and made the gradients. The graph adds to the gradients where they lie in memory, so
+    that clear_gradients must keep them. A replay draws dropout's numbers from the seed of its step.
+    Clipping and the optimizers stay outside of the graph, because the schedules change their
+    numbers in each step."""
     if getattr(run.model.cfg, "loop_warmup", 0):
         raise UserError("compile=graph records all loops, so that loop_warmup cannot run fewer "
                         "(compile=auto can)")
@@ -594,11 +602,11 @@ def record_micro_step(run):
 
 
 def claim_folder(run):
-    """Make the run's folder and its log, in the first process. No other run can have the folder
-    until this one ends, if the file system has locks. Files that a killed run left half written are
-    removed. So are the files of an older run if overwrite=true replaces it, but no file of the
-    user's. Its ckpt.pt is removed first. If the process is killed after that, check_new refuses the
-    files that are left."""
+    """Make the run's folder and its log, in the first process. If the file system has locks, no
+    other run can have the folder until this one ends. Files that a killed run left half written are
+    removed. If overwrite=true replaces an older run, its files are removed, too, first its ckpt.pt.
+    If the process is killed after that, check_new refuses the files that are left. Files of the
+    user stay."""
     folder = run.folder
     if not run.procs.master:
         return

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from common.device import auto_dtype
-from common.options import (UserError, first_line, is_inside, known, lacks_memory, model_module,
-                            names, naming, note, open_file, run_cli, split_args, typed_config)
+from common.device import precision
+from common.options import (UserError, check_known, first_line, is_inside, known, lacks_memory,
+                            model_module, names, naming, note, open_file, run_cli, split_args,
+                            typed_config)
 from common.tokenizer import load_tokenizer
 
 # Every checkpoint has these fields. New ones also have "precision" (train.state), and old ones have
@@ -126,12 +127,8 @@ def build_model(ckpt, **overrides):
     of its Config."""
     module = model_module(ckpt["model"])
     values = {**ckpt["model_config"], **overrides}
-    for name in sorted(values.keys() - names(module.Config)):
-        raise UserError(f"{name}={values[name]} is no option of model={ckpt['model']}")
-    try:
-        cfg = module.Config(**values)
-    except (TypeError, ValueError) as e:
-        raise UserError(first_line(e)) from e
+    check_known(values, names(module.Config), f" of model={ckpt['model']}")
+    cfg = typed_config(module.Config, values)
     try:
         model = module.Model(cfg)
         if "converts" in ckpt:                  # the weights are another model's (as_weights_of)
@@ -161,9 +158,8 @@ def load_run(path, device="cpu", dtype="float32", **overrides):
     """Return the model in eval mode, the tokenizer and the checkpoint of a run's folder or of a
     checkpoint's file. dtype names the type of the weights, which the model's caches have too
     (common/device.py says what auto is)."""
-    dtype = auto_dtype(torch.device(device)) if dtype == "auto" else dtype
-    ckpt = load_checkpoint(path)
-    model = build_model(ckpt, **overrides).to(device, getattr(torch, dtype)).eval()
+    ckpt, dtype = load_checkpoint(path), getattr(torch, precision(dtype, torch.device(device)))
+    model = build_model(ckpt, **overrides).to(device, dtype).eval()
     return model, load_tokenizer(ckpt["tokenizer"]), ckpt
 
 

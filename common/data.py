@@ -27,7 +27,7 @@ def folder_name(cfg):
 
 def data_folder(cfg):
     """Return the folder where the data set of cfg is, or will be made. dataset= may also be the
-    name of a folder in data_dir that has one."""
+    name of a folder in data_dir that holds a data set."""
     root = Path(cfg.data_dir).expanduser()
     if NAME.fullmatch(cfg.dataset) and (root / cfg.dataset / "meta.json").exists():
         return root / cfg.dataset
@@ -44,8 +44,8 @@ def check_dataset(dataset):
 
 def open_data(cfg):
     """Return {"train": TokenData, "val": TokenData} of a prepared data set. Raise UserError if
-    there is none, or if the folder was made from another data set, because folder_name may give two
-    of them one name."""
+    there is none, or if the folder was made from another data set. This can happen, because
+    folder_name may give two data sets the same name."""
     folder = data_folder(cfg)
     command = as_command("prepare.py", f"dataset={cfg.dataset}", f"tokenizer={cfg.tokenizer}",
                          f"data_dir={cfg.data_dir}")
@@ -105,8 +105,8 @@ class TokenData:
 
     def windows(self, starts, length) -> np.ndarray:
         """Return the tokens (B, length) int64 that begin at starts (B,), each start in [0, tokens -
-        length]. The file is mapped in each call, because a mapping that is kept holds every page
-        that it ever touched in memory."""
+        length]. The file is mapped in each call, because a mapping that stays open keeps in memory
+        every page that was ever read through it."""
         ids = self.mapped()[np.asarray(starts)[:, None] + np.arange(length)]
         if ids.size and ids.max() >= self.vocab_size:
             raise UserError(f"token {ids.max()} in {self.path} is out of the vocabulary "
@@ -180,9 +180,9 @@ class Windows:
 
     def __init__(self, val, rows, block_size):
         self.val, self.rows, self.length = val, rows, block_size + 1
-        self.starts = np.arange(0, self.n_windows(val), block_size)
+        self.starts = np.arange(0, self.n_places(val), block_size)
 
-    def n_windows(self, data) -> int:
+    def n_places(self, data) -> int:
         """Return the number of places where a window can start. Raise UserError if there is
         none."""
         if data.tokens < self.length:
@@ -220,7 +220,7 @@ class TextBatches(Windows):
     def micro_batch(self, step, index):
         """Return the inputs and the targets, each (batch_size, block_size) int64, of micro-batch
         `index` of the update after `step` steps. `index` counts over all processes."""
-        places = self.n_windows(self.train)
+        places = self.n_places(self.train)
         return self.cut(self.train, draw(self.seed, step, places, self.rows, index,
                                          self.accumulation))
 

@@ -70,23 +70,21 @@ def gpu_peaks(device):
     return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def auto_dtype(device):
-    """Return what dtype=auto means: bfloat16 on a CUDA GPU that computes in it, else float32."""
+def precision(dtype, device):
+    """Return bfloat16 or float32, as dtype= says. auto means bfloat16 on a CUDA GPU that computes
+    in it, else float32. (On CUDA, training computes products of float32 in TF32, see
+    Processes.)"""
+    if dtype != "auto":
+        return dtype
     if device.type != "cuda":
         return "float32"
     with torch.cuda.device(device):
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
 
 
-def precision(cfg, device):
-    """Return bfloat16 or float32, the type in which products are computed, as dtype= says. (On CUDA
-    products of float32 are computed in TF32, see Processes.)"""
-    return auto_dtype(device) if cfg.dtype == "auto" else cfg.dtype
-
-
 def autocast(cfg, device):
     """Return the context of a forward pass, in which products have the type of precision."""
-    enabled = precision(cfg, device) == "bfloat16"
+    enabled = precision(cfg.dtype, device) == "bfloat16"
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
 
@@ -116,7 +114,8 @@ class Processes:
             raise UserError("fsdp=true needs several processes: torchrun --nproc_per_node=N "
                             "train.py starts them, and one process reads the same checkpoints with "
                             "fsdp=false")
-        self.precision, self.autocast = precision(cfg, self.device), autocast(cfg, self.device)
+        self.precision = precision(cfg.dtype, self.device)
+        self.autocast = autocast(cfg, self.device)
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
@@ -176,10 +175,10 @@ def stop_request():
     """Yield a list of signals. It is empty until SIGTERM, SIGINT or SIGHUP (a terminal is closed)
     asks for a stop after the current step. Further signals change nothing, because timeout,
     torchrun and schedulers send several, and the state is to be saved. A signal during an
-    evaluation takes effect after the evaluation and one more step. SIGKILL ends a run at once,
-    which in an evaluation loses no step. torchrun sends it 30 seconds after one of these signals,
-    so that step and save must take less. A signal that was ignored at the start, as SIGHUP is under
-    nohup, stays ignored."""
+    evaluation takes effect after the evaluation and one more step. SIGKILL ends a run at once. In
+    an evaluation this loses no step, because the state was saved before it. torchrun sends it 30
+    seconds after one of these signals, so that step and save must take less. A signal that was
+    ignored at the start, as SIGHUP is under nohup, stays ignored."""
     asked = []
 
     def ask(sig, frame):

@@ -31,16 +31,17 @@ class Log:
                 if row["step"] <= (run.step if "lr" in row else run.evaluated)]
         replace_file(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self.start = time.perf_counter() - (rows[-1]["seconds"] if rows else 0)
-        # True hides the bar, as where a terminal has no columns. With None tqdm hides it if stderr
-        # is no terminal.
+        # True hides the bar. This is for a terminal without columns. With None, tqdm hides the bar
+        # if stderr is no terminal.
         self.bar = tqdm(total=run.cfg.max_steps, initial=run.step, unit="step",
                         disable=no_columns() or None, dynamic_ncols=True, file=sys.stderr)
         self.lap = time.perf_counter(), run.tokens              # at the last line of a step
         self.told = *self.lap, run.step                         # at the last sign of life
         self.torn = ""          # a line break after a line that could not be written whole
-        # All GPUs together do `peak` operations a second at most. Products of float32 use TF32.
-        # peak is None for an unknown GPU or a CPU.
-        peaks, part = gpu_peaks(run.procs.device), 1 if run.procs.precision == "bfloat16" else 0.5
+        # All GPUs together do `peak` operations a second at most. Products of float32 use TF32,
+        # which has half the rate of bfloat16. peak is None for an unknown GPU or a CPU.
+        peaks = gpu_peaks(run.procs.device)
+        part = 1 if run.procs.precision == "bfloat16" else 0.5
         self.peak = peaks and run.procs.world * part * peaks[0]
 
     def leave_out(self, seconds):

@@ -40,7 +40,8 @@ def make_optimizers(model, cfg):
 def load_optimizers(optimizers, states, step, cfg):
     """Restore the optimizers' moments after `step` steps. Their settings are not restored, because
     options may change on resume. The schedules are set as they were for the last step that was
-    taken, so that a checkpoint that is saved before the next step is the same, bit for bit."""
+    taken, so that a checkpoint that is saved before the next step equals the loaded one, bit for
+    bit."""
     settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
     sizes = lambda groups: [len(group["params"]) for group in groups]
     if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:
@@ -74,7 +75,8 @@ def parameter_groups(model, cfg):
 
 def common_groups(model, cfg):
     """Return the groups of a model for which nanochat's are not used. Weight decay applies to
-    matrices and embeddings, and not to vectors."""
+    parameters of two or more dimensions: matrices, embeddings, and Relaxed's stacked deltas. It
+    does not apply to vectors and numbers."""
     kinds = by_kind(model)
     muon = kinds.pop("matrix", []) if cfg.optimizer == "muon" else []
     rest = [p for params in kinds.values() for p in params]

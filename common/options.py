@@ -1,10 +1,11 @@
 """
-Options and errors are the same for all command lines here. This file also has the options of
-training.
+All command lines of this project read options and report errors in the same way. This file also
+has the options of training.
 
 Arguments have the form option=value. They are checked against a dataclass whose fields are the
-options, and the comment beside a field is its help text. Bad input raises a UserError, which is
-printed as one line. The exit status is then 2, and there is never a traceback.
+options, and the comment beside a field is its help text. Bad input raises a UserError. It is
+printed as one line, and the exit status is 2. Errors of the machine and of libraries are printed in
+the same way (in_one_line). Any other error is a bug, and its traceback is shown.
 
 The parts of this file are errors, options, files and names, the options of training, and `merge`,
 which merges defaults, a config file, a checkpoint and the command line.
@@ -51,7 +52,7 @@ def choice(*allowed):
 
 def run_cli(main, schema=None):
     """Call main(sys.argv[1:]), or print the help about the options of `schema` if that is asked
-    for. Bad input is one line on stderr and exit status 2, never a traceback."""
+    for. Bad input is one line on stderr and exit status 2."""
     open_streams()
     if hasattr(sys.stdout, "reconfigure"):      # a terminal shows ? for what it cannot show
         sys.stdout.reconfigure(errors="replace")
@@ -527,7 +528,7 @@ class TrainConfig(Options):
     learning_rate: float = 1e-3  # AdamW's peak (lrt with muon: see common/optim.py)
     muon_learning_rate: float = 0.02  # Muon's peak
     muon_momentum_steps: int = 0  # steps of Muon's momentum from 0.85 to 0.95 (0: always 0.95)
-    weight_decay: float = 0.1  # on matrices and embeddings (lrt with muon: see common/optim.py)
+    weight_decay: float = 0.1  # not on vectors (lrt with muon: see common/optim.py)
     decay_schedule: str = choice("constant", "linear")  # of weight_decay; linear: falls to 0
     beta1: float = 0.9  # AdamW (lrt with muon: its own)
     beta2: float = 0.99  # AdamW (lrt with muon: its own)
@@ -537,7 +538,7 @@ class TrainConfig(Options):
     cooldown_frac: float = 0.2  # last fraction of the steps, in which linear and trapezoid fall
     min_lr_frac: float = 0.1  # the fraction of the peak that the schedules fall to
     # evaluation and logging
-    eval_interval: int = 250  # steps between evaluations and checkpoints
+    eval_interval: int = 250  # steps from one evaluation to the next; each begins with a save
     keep_interval: int = 0  # steps between checkpoints step_N.pt that are kept (0: none)
     eval_batches: int = 40  # micro-batches of an evaluation (0: all)
     exact_batches: int = 0  # lrt: batches that the exact, slow chain evaluates, too (0: all)
@@ -570,8 +571,8 @@ class TrainConfig(Options):
 
 # ---- merging: defaults < config file < checkpoint < command line ----
 
-# If a call of train.py starts from a checkpoint, an option has the value of the last one of these
-# that sets it.
+# If a call of train.py starts from a checkpoint, this table lists the sources of each option. The
+# last source of a cell that sets the option gives its value. If none sets it, it has its default.
 #
 #                             resume=true, or eval_only=true  init_from=
 #                             without init_from=

@@ -675,7 +675,7 @@ def main(argv):
     print(f"{device_name(device)}, torch {torch.__version__}, {model_cfg.n_layer} layers of width "
           f"{model_cfg.n_embd}, batch {cfg.batch_size} x {model_cfg.block_size} tokens, "
           f"vocabulary {model_cfg.vocab_size:,}"
-          + ", training in bfloat16 (autocast)" * (precision(cfg, device) == "bfloat16"))
+          + ", training in bfloat16 (autocast)" * (precision(cfg.dtype, device) == "bfloat16"))
     if ckpt is not None and name in ("relaxed", "mor"):
         trained = SimpleNamespace(**ckpt.get("config", asdict(cfg)))
         check_tokenizer(ckpt, data := open_data(trained)["val"], cfg.init_from)

@@ -109,7 +109,7 @@ SAMPLE = [
     ([], "the command needs a run folder or checkpoint"), (["x" * 300], "File name too long"),
     (["out/r", "prompt="], "the prompt is empty"), (["out/r", "prompt=FILE:latin.txt"], "latin.txt is not UTF-8"),
     (["out/r", "prompt=FILE:missing.txt"], "missing.txt cannot be read"),
-    (["out/r", "prefill=exact"], "prefill=exact is no option"),
+    (["out/r", "prefill=exact"], "unknown option 'prefill' of model=gpt"),
     (["out/r", "dtype=float16"], "dtype=float16 must be one of: auto, float32, bfloat16"),
 ]
 BENCH = [
@@ -121,7 +121,7 @@ BENCH = [
     (["relaxed", "init_from=out/r", "n_loop=1"], "requests of 112 tokens need block_size=112 or more"),
 ]
 EVAL = [
-    (["out/r", "tasks=piqa", "prefill=exact"], "prefill=exact is no option of model=gpt"),
+    (["out/r", "tasks=piqa", "prefill=exact"], "unknown option 'prefill' of model=gpt"),
     (["out/r", "exit_loop=2"], "exit_loop"), (["out/relaxed", "exit_loop=9"], "exit_loop=9 must"),
     (["out/r", "lengths=2,3"], "lengths=2,3: each must divide"), (["out/r", "lengths=half"], "must be whole numbers, as 1,2,4"),
     (["out/r", "dataset=task:s3"], "not the one of the data set (task, 6"),

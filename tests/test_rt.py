@@ -136,7 +136,7 @@ def test_pieces_in_triton_are_the_plain_ones(case, device, low, tolerance):
         read_pairs=lambda: (q[:, :, i], k[:, :i], v[:, :i], bias[:, i, :i], lse[:, :, i], out[:, :, i]),
         add_pair_grad=lambda: (draw(Z, 1, D), draw(Z, 1, D), draw(Z, K * Q, D)[:, later], v[:, i:i + 1],
                                p[:, i:i + 1, later], da[:, later], delta[..., later]),
-        write_query_grad=lambda: (da[:, now], delta[..., now], draw(Z, Q, D, dtype=low), draw(Z, K * Q, D)[:, now]))
+        store_da_delta=lambda: (da[:, now], delta[..., now], draw(Z, Q, D, dtype=low), draw(Z, K * Q, D)[:, now]))
     assert calls.keys() == vars(rt_wavefront.PLAIN).keys()
     for name, arguments in calls.items():
         found = []
@@ -145,7 +145,7 @@ def test_pieces_in_triton_are_the_plain_ones(case, device, low, tolerance):
             given = arguments()
             returned = getattr(pieces, name)(*given)
             returned = returned if isinstance(returned, tuple) else (returned,)
-            written = given[:2] if name in ("add_pair_grad", "write_query_grad") else ()
+            written = given[:2] if name in ("add_pair_grad", "store_da_delta") else ()
             found.append([x.clone() for x in (*filter(torch.is_tensor, returned), *written)])
         assert [x.dtype for x in found[0]] == [x.dtype for x in found[1]], name
         assert_close(found[1], found[0], tolerance, " ".join([name] * len(found[0])))

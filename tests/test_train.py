@@ -206,7 +206,7 @@ def test_eval_only_writes_nothing(tmp_path, data_dir, capsys):
 
 def test_windows_reach_the_last_token():
     val = SimpleNamespace(tokens=30)
-    assert Windows(val, 2, 8).n_windows(val) == 22
+    assert Windows(val, 2, 8).n_places(val) == 22
 
 
 def test_any_number_of_processes_evaluates(monkeypatch):
