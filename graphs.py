@@ -10,7 +10,7 @@ one launch.
     replay(key, function, *inputs)  calls the function. The second call with a key records it, and
                                     later calls replay it
     recordable(x)                   whether a call on x can be recorded
-    decoder(model, cache)           a step of decoding, which is recorded at the second step
+    decoder(model, cache)           decodes one token a row. The second call is recorded
     stepper(function, cache)        the same for any function that decodes one token a row
 
 A function that is recorded must not read a tensor on the host, as int(x), x.tolist() and `if x` do.
@@ -56,8 +56,9 @@ def record(function, generators=()):
     # cuBLAS has one workspace for each stream. torch 2.13 (but not 2.11) frees it when any graph of
     # this stream is gone, although other graphs of the stream still use it. Therefore graphs that
     # exist at the same time are recorded on different streams. torch has 32 streams and hands them
-    # out in turn, so that it would at last hand out one that is in use. FREE prevents this. It has
-    # the streams whose graphs are gone, and they are taken first.
+    # out in turn, so that it would at last hand out one that is in use. FREE prevents this as long
+    # as no more than 32 graphs exist at the same time. It has the streams whose graphs are gone,
+    # and they are taken first.
     graph, streams = torch.cuda.CUDAGraph(), FREE[torch.cuda.current_device()]
     stream = streams.pop() if streams else torch.cuda.Stream()
     weakref.finalize(graph, streams.append, stream)
@@ -65,6 +66,7 @@ def record(function, generators=()):
         graph.register_generator_state(generator)
     # Garbage may hold the autograd graph of an earlier call. Its nodes that add up gradients belong
     # to the stream of that call, so that a backward pass could not be recorded while they exist.
+    # Without gradients no backward pass is recorded, so that nothing needs to be collected.
     if torch.is_grad_enabled():
         gc.collect()
     # During the recording Python collects no garbage, because that could destroy another graph, and
@@ -75,7 +77,8 @@ def record(function, generators=()):
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             outputs = function()
     finally:
-        torch.cuda.set_stream(before)   # torch leaves its own stream current if the recording fails
+        # If the recording fails, torch leaves the recording's stream current.
+        torch.cuda.set_stream(before)
         if collects:
             gc.enable()
     return outputs, graph.replay
@@ -87,7 +90,10 @@ class Graph:
 
     def __init__(self, function, inputs, generators=()):
         self.function = function  # It may hold the only reference to tensors that a replay reads.
-        grad = torch.is_grad_enabled()  # inference_mode(False) alone would turn gradients on
+        # In inference mode the copies of the inputs would be inference tensors, and a later call
+        # outside of it could not write to them. inference_mode(False) also turns gradients on, so
+        # that the setting from before is put back.
+        grad = torch.is_grad_enabled()
         # Autocast stays as it is, but without its cache. The cache holds 16-bit copies of weights.
         # They are freed when autocast ends, and a replay would still read them. Without the cache,
         # the graph makes these copies itself.
@@ -113,8 +119,8 @@ def replay(key, function, *inputs):
     """Return function(*inputs), a list of tensors. The second call with a key records the function
     and replays it. A later call replays the graph, or records the function again if its graph was
     dropped to make room (MOST). The key says all that decides which kernels run: the function,
-    shapes, dtypes, settings. A replay reads the tensors that the recorded function held, so that
-    every tensor that may be another one in a later call must be an input."""
+    shapes, dtypes, settings. A replay reads the same tensors as the recorded call did. A tensor
+    must therefore be an input if a later call may have another one in its place."""
     if key not in SEEN:
         outputs = function(*inputs)
         SEEN.add(key)   # only now, because a call that failed may not have compiled all kernels
@@ -146,7 +152,9 @@ def stepper(function, cache, generators=(), fast=True):
     decodes idx (B, 1) with this cache. n_valid (B,) says how many real tokens each row has left: at
     1 or more the row decodes one, and at 0 or less it gets padding (None: each row decodes one). On
     a GPU the first step is a static call (decoding.py) without a graph, which compiles the kernels.
-    The second step records the static call, and this and all later steps replay it. Where no step
+    A static call gets n_new (B,) in place of n_valid. It is 1 in a row that decodes a token, and 0
+    in a row that gets padding. It is never None, because an input of a graph must be a tensor. The
+    second step records the static call. The second step and all later ones replay it. Where no step
     can be recorded, or with fast=False, each is an ordinary call."""
     graph, n_steps = None, 0
 

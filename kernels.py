@@ -19,9 +19,9 @@ With lse, softmaxes over two disjoint sets of keys, a and b, are merged into one
     (4)  lse = log(e^{lse_a} + e^{lse_b})
     (5)  out = e^{lse_a - lse} out_a + e^{lse_b - lse} out_b
 
-A query without visible keys has out = 0 and lse = -inf, so that its weight in (5) is 0. (If it has
-none in either set, merge returns 0 and -inf.) In this example, attention over all keys is merged
-from attention over the first 100 keys and over the others:
+A query without visible keys has out = 0 and lse = -inf, so that this set of keys has weight 0 in
+(5). (If it has none in either set, merge returns 0 and -inf.) In this example, attention over all
+keys is merged from attention over the first 100 keys and over the others:
 
     first = attend_by_position(q, k[:, :, :100], v[:, :, :100], q_pos, k_pos[:100])    # out, lse
     others = attend_by_position(q, k[:, :, 100:], v[:, :, 100:], q_pos, k_pos[100:])
@@ -49,39 +49,42 @@ gradient of h_t is d_t.
 
 (12) is a linear recurrence from right to left, whose inputs dh_t have no factor 1 - g. Each chunk
 starts anew: at its first token 0 takes the place of h_{t-1}, and in the first chunk h0 does. At the
-last token of a chunk the second term of (12) is 0. The gradient dh0 is g_0 d_0.
+last token of a chunk the second term of (12) is 0. h0 is the state before token 0, and h_0 is the
+state at token 0. The gradient of h0 is dh0 = g_0 d_0.
 
 A function whose name ends in _naive follows the equations as they are written, and the tests
 compare with it. For (12) to (14) the tests differentiate scan_naive. The plain PyTorch
 implementation is fast code without Triton. There are four operators: attention, its backward pass,
 scan and its backward pass. kernels_triton.py has each of them once more, in Triton. These are the
-functions of a call. Each calls the one to its right, and a plain function calls its helpers:
+functions of a call. Each calls the one to its right. (The plain functions of attention also call
+query_blocks, which cuts the queries into blocks.)
 
-    called by           run_ function         plain function    its helpers
-    attend_by_position  run_attend            attend_forward    query_blocks, fused_block
-    its backward pass   run_attend_gradients  attend_gradients  query_blocks, fused_block_backward
-    scan                run_scan              scan_forward      linear_recurrence
-    its backward pass   run_scan_gradients    scan_gradients    linear_recurrence
+    called by                    run_ function         plain function    its helper
+    attend_by_position           run_attend            attend_forward    fused_block
+    attend_by_position_backward  run_attend_gradients  attend_gradients  fused_block_backward
+    scan                         run_scan              scan_forward      linear_recurrence
+    scan_autograd                run_scan_gradients    scan_gradients    linear_recurrence
 
 Under autograd or torch.compile the call goes through attend_op or scan_op. This is the run_
-function, registered with torch. A run_ function calls the plain function, or a launcher of
-kernels_triton.py in its place. The launcher is called on a GPU with triton (and where Triton's
-interpreter is on), unless the tensors are float64. A line on stderr tells which of the two runs.
-For a block of queries the plain implementation has two alternatives. On a CPU it calls fused_block,
-which calls torch's own attention in compiled C++. On other devices it calls attend_block, which is
-written out in PyTorch. The backward pass has fused_block_backward and attend_block_backward in the
-same way, but with a dlse it takes attend_block_backward on a CPU, too. merge has no launcher, and
-no model calls merge itself. The plain implementation calls it to add own pairs (see the argument
-own of attend_by_position). The Triton kernel adds them without it.
+function, registered with torch. Autograd calls attend_autograd and scan_autograd, which call the
+backward passes as attend_gradients_op and scan_gradients_op. A run_ function calls the plain
+function, or a launcher of kernels_triton.py in its place. The launcher is called on a GPU with
+triton (and where Triton's interpreter is on), unless the tensors are float64. A line on stderr
+tells which of the two runs. For a block of queries the plain implementation has two alternatives.
+On a CPU it calls fused_block, which calls torch's own attention in compiled C++. On other devices
+it calls attend_block, which is written out in PyTorch. The backward pass has fused_block_backward
+and attend_block_backward in the same way, but with a dlse it takes attend_block_backward on a CPU,
+too. merge has no launcher, and no model calls merge itself. The plain implementation calls it to
+add own pairs (see the argument own of attend_by_position). The Triton kernel adds them without it.
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
 (RAT, whose recurrence is scan's, 2507.04416).
 
-Letters that this file adds: i is a query and j is a key. In the functions of scan, K is the length
-of a chunk, n is the number of chunks, and a name that ends in _n, such as g_n, is a tensor
-(B, n, K, C). Where a function works on a block of queries, T and S count the block's queries and
-keys.
+The letters B, T, S, C, H, G and D are those of model_gpt.py. In addition, i is a query and j is a
+key. In the functions of scan, K is the length of a chunk, n is the number of chunks, and a name
+that ends in _n, such as g_n, is a tensor (B, n, K, C). Where a function works on a block of
+queries, T and S count the block's queries and keys.
 """
 import functools
 import importlib.util
@@ -97,6 +100,7 @@ from torch import Tensor
 
 HEAD_SIZES = (16, 32, 64, 128, 256)  # The Triton kernels have these; other sizes are padded.
 NO_WINDOW = 2 ** 30  # This window holds all positions.
+FUSED = {"cpu"}  # On these devices torch has a fast attention that returns lse, too.
 
 
 def sum_dtype(x):
@@ -226,7 +230,7 @@ def attend_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, 
     """Return dq, dk and dv. do (B, H, T, D) is in q's dtype, and so is out. dlse (B, H, T) may be
     None, which stands for 0."""
     q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out))
-    empty = lse == -math.inf  # In these rows dlse may be NaN, and exp(s - lse) would be.
+    empty = lse == -math.inf  # For these queries dlse may be NaN, and exp(s - lse) would be.
     lse, dlse = (x if x is None else x.masked_fill(empty, 0) for x in (lse, dlse))
     dq, dk, dv = (heads_like(x, *x.shape, dtype=lse.dtype).zero_() for x in (q, k, v))
     fused = q.device.type in FUSED and dlse is None
@@ -441,9 +445,6 @@ def checked_mask(q, k, v, q_pos, k_pos, slopes, window):
 
 
 # ---- torch's private attention for CPUs ----
-
-FUSED = {"cpu"}  # On these devices torch has a fast attention that returns lse, too.
-
 
 def fused_block(q, k, v, bias):
     """Return what attend_block returns."""

@@ -38,20 +38,28 @@ program has the queries 8 to 11. A cross is a visible key.
     query 11   . . x x      x x x x     x x x  x     .  .          last  = 3
                masked       no mask      masked      not loaded
 
-Some query attends to each of the keys 0 to 11, which lie in the tiles 0, 1 and 2. All queries
-attend to the keys 2 to 8, which fill tile 1 alone.
+Each of the keys 0 to 11 is visible to at least one query. These keys lie in the tiles 0, 1 and 2.
+The keys 2 to 8 are visible to all four queries. The only tile that they fill is tile 1.
 
-One query. A decode step has one query a row. B H programs, one for each row and head, would leave
-most of a GPU idle. So the visible tiles are cut into splits, and each split has a program, which
-writes its out and lse in float32. A second kernel merges them by (4) and (5). The number of splits
-depends on shapes alone. The tiles that a split reads depend on the positions, which are on the
-device. A CUDA graph over a cache of max_len slots therefore reads only the slots in use. Queries
-with an own pair are not split.
+One query. A decode step has one query a row. Its tile still has 16 rows, and 15 of them are
+padding. B H programs, one for each row and head, would leave most of a GPU idle. So the visible
+tiles are cut into splits, and each split has a program, which writes its out and lse in float32. A
+second kernel merges them by (4) and (5). With one split, the program writes the final out and lse,
+and nothing is merged. The number of splits depends on shapes alone. The tiles that a split reads
+depend on the positions, which are on the device. A CUDA graph over a cache of max_len slots
+therefore reads only the slots in use.
+
+Own pairs. An own pair is one more key of a query, given by its score and value (see
+attend_by_position). The forward kernel adds it after its loop. Queries with an own pair are not
+split, because each split would add the pair once more.
+
+Scan. Token t maps a state h to g_t h + (1 - g_t) x_t. associative_scan composes these maps in a
+tile of tokens, so that token t gets the map from the state before the tile to h_t.
 
 Padding. BLOCK_D is the head size D, rounded up to a power of two. For each BLOCK_D and dtype one
 variant of a kernel serves all lengths and strides, and all D that are rounded up to it. For this, D
-must be a multiple of 16, and rows must begin at multiples of 16 elements. `aligned` copies any
-other tensor and pads D with zeros.
+must be a multiple of 16, the strides must be multiples of 16 elements, and the address must be a
+multiple of 16 bytes. `aligned` copies any other tensor and pads D with zeros.
 
 Speed. On an H200, attend_by_position takes 2.0 times as long as torch's attention (SDPA) for a
 forward and backward pass over 4,096 tokens, and 1.6 times over 65,536, in bfloat16 with heads of
@@ -68,7 +76,8 @@ it has neither a backward pass nor lse.
 Names that this file adds: M and N are the numbers of queries and keys in a tile. x_b, x_h and x_t
 are the strides of x over the batch, heads and tokens, and o_s is the stride of out over splits.
 x_ptr points to x. GROUP is H / G, the number of query heads that share a key head. biased is 1 with
-ALiBi.
+ALiBi. A row b is a row of the batch. In load_rows, store_rows and comments on tiles, a row is one
+query or one key.
 """
 import functools
 
@@ -80,14 +89,17 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MOST_SPLITS = 32  # The keys of one query are cut into at most so many splits.
 # Keys past the end get this position, which is after every query. Queries past the end get its
-# negative, so that they attend to nothing.
+# negative, so that every mask hides all keys from them. Where a tile needs no mask, numbers are
+# computed for rows past the end, too, but they are never stored.
 BEYOND = tl.constexpr(2 ** 30)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 # Triton compiles a variant of a kernel for each integer argument that is 1 or a multiple of 16, and
 # for each pointer that is aligned to 16 bytes. These lists turn this off. One variant then serves
 # all values of the arguments in the first list and any alignment of the pointers in the second
-# list. These pointers point to one number for each query, key or head, and not to vectors.
+# list. These pointers point to one number for each query, key or head. Strides, D and the other
+# pointers are not listed, because Triton loads several elements of a row at once if it knows that
+# they are multiples of 16. `aligned` makes them so, and one variant is enough for them, too.
 ATTEND = dict(do_not_specialize=["T", "S", "H", "GROUP", "window", "biased", "q_pos_b", "k_pos_b"],
               do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "delta_ptr", "q_pos_ptr",
                                               "k_pos_ptr", "slopes_ptr", "own_score_ptr"])
@@ -152,8 +164,9 @@ def load_pos(pos_ptr, rows, n, beyond):
 
 @triton.jit
 def compose(g_a, x_a, g_b, x_b):
-    """Return the map h -> g_a h + x_a, followed by h -> g_b h + x_b, as one such map. It is what
-    associative_scan composes."""
+    """Return the map h -> g_a h + x_a, followed by h -> g_b h + x_b, as one such map.
+    associative_scan calls this for neighbours. a is the earlier token, or with reverse=True the
+    later one."""
     return g_a * g_b, g_b * x_a + x_b
 
 
@@ -177,13 +190,15 @@ def count_upto(pos_ptr, n, limit):
 def tile_spans(pos_ptr, n, some_low, all_low, all_high, some_high, biased, BLOCK: tl.constexpr):
     """Return the numbers of four tiles, first <= full <= rest <= last, for n ascending positions.
     The tiles [first, last) hold all positions in (some_low, some_high], and the tiles [full, rest)
-    hold only positions in (all_low, all_high]. With ALiBi every tile needs the distances. Only the
-    masked round of tile_number computes them, so that [full, rest) is empty."""
+    hold only positions in (all_low, all_high]. At least one row of the program sees each position
+    in (some_low, some_high], and all of its rows see those in (all_low, all_high]. With ALiBi every
+    tile needs the distances. The loop over [full, rest) does not compute them (see tile_number),
+    and so [full, rest) is then made empty."""
     first = count_upto(pos_ptr, n, some_low) // BLOCK
     last = tl.cdiv(count_upto(pos_ptr, n, some_high), BLOCK)
     full = tl.minimum(tl.cdiv(count_upto(pos_ptr, n, all_low), BLOCK), last)
     rest = tl.maximum(count_upto(pos_ptr, n, all_high) // BLOCK, full)
-    return tl.minimum(first, full), full, tl.where(biased != 0, full, rest), last
+    return first, full, tl.where(biased != 0, full, rest), last
 
 
 @triton.jit
@@ -191,8 +206,8 @@ def visible_tiles(q_pos_ptr, k_pos_ptr, start, T, S, window, biased,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return first, full, rest and last of the key tiles for BLOCK_M queries from `start`. A query
     at position i attends to the keys at positions i - window < j <= i."""
-    low = load_pos(q_pos_ptr, start, T, 0)
-    high = load_pos(q_pos_ptr, tl.minimum(start + BLOCK_M, T) - 1, T, 0)
+    low = tl.load(q_pos_ptr + start)
+    high = tl.load(q_pos_ptr + tl.minimum(start + BLOCK_M, T) - 1)
     return tile_spans(k_pos_ptr, S, low - window, high - window, low, high, biased, BLOCK_N)
 
 
@@ -208,10 +223,10 @@ def share_of(split, n_splits, first, full, rest, last):
 
 @triton.jit
 def tile_number(i, first, full, rest, MASKED: tl.constexpr):
-    """Return the i-th tile to visit. A kernel's loop over tiles runs in two rounds, which are
-    compiled separately. The first round needs no mask, and i runs over the tiles [full, rest)
-    themselves. The second round is MASKED. There i counts from 0, first through the tiles
-    [first, full) and then through the tiles [rest, last)."""
+    """Return the tile that a kernel visits at index i of its loop. A kernel's loop over tiles runs
+    in two rounds, which are compiled separately. The first round needs no mask, and i runs over the
+    tiles [full, rest) themselves. The second round is MASKED. There i counts from 0, first through
+    the tiles [first, full) and then through the tiles [rest, last)."""
     if MASKED:
         return tl.where(i < full - first, first + i, rest + i - (full - first))
     else:
@@ -222,10 +237,10 @@ def tile_number(i, first, full, rest, MASKED: tl.constexpr):
 
 @triton.jit
 def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
-    """Return the scores (1) times log2(e), whose products q . k are x times y transposed. Where
-    MASKED, they have ALiBi's bias, and the score of an invisible key is -inf. Where the queries are
-    the rows, x is q, q_pos is (M, 1) and k_pos is (1, N). In attend_dkv_kernel the keys are the
-    rows, x is k, and the shapes of the positions are (1, M) and (N, 1)."""
+    """Return the scores (1), multiplied by log2(e). Their products q . k are x times y transposed.
+    Where MASKED, they have ALiBi's bias, and the score of an invisible key is -inf. Where the
+    queries are the rows, x is q, q_pos is (M, 1) and k_pos is (1, N). In attend_dkv_kernel the keys
+    are the rows, x is k, and the shapes of the positions are (1, M) and (N, 1)."""
     s = dot(x, tl.trans(y), None) * (scale * LOG2E)  # 2^s = e^(q . k / sqrt(D))
     if MASKED:
         distance = q_pos - k_pos           # (M, N) or (N, M)
@@ -236,7 +251,7 @@ def scores(x, y, q_pos, k_pos, scale, slope, window, MASKED: tl.constexpr):
 
 @triton.jit(**ATTEND)
 def attend_forward_kernel(
-        q_ptr, k_ptr, v_ptr, own_ptr, own_score_ptr, out_ptr, lse_ptr, q_pos_ptr, k_pos_ptr,
+        q_ptr, k_ptr, v_ptr, own_value_ptr, own_score_ptr, out_ptr, lse_ptr, q_pos_ptr, k_pos_ptr,
         slopes_ptr, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, own_b, own_h, own_t,
         o_s, o_b, o_h, o_t, q_pos_b, k_pos_b, T, S, D, H, GROUP, window, scale, biased,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OWN: tl.constexpr):
@@ -271,7 +286,7 @@ def attend_forward_kernel(
             s = scores(q, k, q_pos[:, None], k_pos[None, :], scale, slope, window, MASKED)
             new_m = tl.maximum(m, tl.max(s, 1))  # m'
             shift = new_m
-            if MASKED:  # In a row without keys so far, s - m' would be NaN.
+            if MASKED:  # For a query without keys so far, s - m' would be NaN.
                 shift = tl.where(new_m == float("-inf"), 0.0, new_m)
             alpha = tl.exp2(m - shift)           # e^{m - m'}
             p = tl.exp2(s - shift[:, None])      # e^{s_ij - m'}
@@ -282,7 +297,7 @@ def attend_forward_kernel(
 
     if OWN:  # The own pair is a tile of one key, which differs from query to query.
         own_s = tl.load(own_score_ptr + (b * H + h) * T + rows, mask=rows < T, other=0.0) * LOG2E
-        own_v = load_rows(own_ptr + b * own_b + h * own_h, start, own_t, rows < T, D, BLOCK_D)
+        own_v = load_rows(own_value_ptr + b * own_b + h * own_h, start, own_t, rows < T, D, BLOCK_D)
         new_m = tl.maximum(m, own_s)
         alpha, p = tl.exp2(m - new_m), tl.exp2(own_s - new_m)
         l, m = alpha * l + p, new_m
@@ -395,8 +410,8 @@ def attend_dkv_kernel(
     k_pos = load_pos(k_pos_ptr, keys, S, BEYOND)
     k = load_rows(k_ptr, start, k_t, keys < S, D, BLOCK_D)
     v = load_rows(v_ptr, start, v_t, keys < S, D, BLOCK_D)
-    low = load_pos(k_pos_ptr, start, S, 0)
-    high = load_pos(k_pos_ptr, tl.minimum(start + BLOCK_N, S) - 1, S, 0)
+    low = tl.load(k_pos_ptr + start)
+    high = tl.load(k_pos_ptr + tl.minimum(start + BLOCK_N, S) - 1)
     first, full, rest, last = tile_spans(  # Queries j <= i < j + window attend to key j.
         q_pos_ptr, T, low - 1, high - 1, low + (window - 1), high + (window - 1), biased, BLOCK_M)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # sum_i ds_ij q_i
@@ -455,12 +470,12 @@ def scan_forward_kernel(g_ptr, x_ptr, h0_ptr, h_ptr, g_b, g_t, x_b, x_t, T, C, c
     for start in range(begin, end, BLOCK_T):
         t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
         mask = (t < end)[:, None] & (c < C)[None, :]
-        g = tl.load(g_ptr + t[:, None] * g_t + c[None, :], mask=mask, other=1.0).to(tl.float32)
+        g = tl.load(g_ptr + t[:, None] * g_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + t[:, None] * x_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
         # Afterwards g is the product of the gates so far, and x the state from zero.
         g, x = tl.associative_scan((g, x - g * x), 0, compose)
         h = g * state[None, :] + x      # (BLOCK_T, BLOCK_C)
-        state = row_of(h, BLOCK_T - 1)  # Past the end, g = 1 and x = 0 leave the state as it is.
+        state = row_of(h, BLOCK_T - 1)  # the state before the next tile
         at = (b * T + t[:, None]) * C + c[None, :]
         tl.store(h_ptr + at, narrow(h, h_ptr.dtype.element_ty), mask=mask)
 
@@ -507,12 +522,14 @@ def scan_backward_kernel(dh_ptr, g_ptr, x_ptr, h_ptr, h0_ptr, dg_ptr, dx_ptr, dh
 
 def new_heads(x, B, H, T, D):
     """Return an uninitialised (B, H, T, D). Memory holds it as (B, T, H, D), so that the output
-    projection needs no copy."""
+    projection needs no copy. (kernels.py has heads_like for this, but this file imports no
+    other.)"""
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
 def strides(*tensors):
-    """Return all strides of the tensors but the last ones, with 0 where a dimension has size 1."""
+    """Return all strides of the tensors but the last ones. A dimension of size 1 gets 0, because it
+    may have any stride, no kernel steps along it, and 0 is a multiple of 16."""
     return [s if n > 1 else 0 for x in tensors for n, s in zip(x.shape[:-1], x.stride())]
 
 
@@ -530,7 +547,7 @@ def aligned(x):
 
 def cropped(x, D):
     """Return x (B, H, T, at least D) with head size D. The result is never a view of a larger
-    tensor."""
+    tensor, because kernels.py promises torch.compile the strides of new_heads (register_fake)."""
     return x if x.size(-1) == D else new_heads(x, *x.shape[:3], D).copy_(x[..., :D])
 
 
@@ -545,11 +562,12 @@ def summed_over_groups(x, G, D):
 
 # ---- tile sizes ----
 
-# Tiles are the largest that compile with no or few register spills, which
-# tests/compile_kernels.py counts. A key has the kernel's name, then 1 for GPUs with large blocks
-# (has_large_blocks) or 0 for others, then 1 for float32 or 0 for 16 bits. "split" is the forward
-# kernel for one query. A value lists (BLOCK_M, BLOCK_N, warps, stages) for head sizes up to 16, 32,
-# 64, 128 and 256.
+# All tiles compile with no or few register spills, which tests/compile_kernels.py counts. Most are
+# the largest such tiles. In 16 bits with large blocks, tiles for head sizes up to 64 are smaller
+# (64, 64), because they are faster on an H200. A key has the kernel's name, then 1 for GPUs with
+# large blocks (has_large_blocks) or 0 for others, then 1 for float32 or 0 for 16 bits. "split" is
+# the forward kernel for one query. A value lists (BLOCK_M, BLOCK_N, warps, stages) for head sizes
+# up to 16, 32, 64, 128 and 256.
 TILES = {
     ("forward", 1, 0): 3 * [(64, 64, 4, 3)] + [(128, 64, 8, 3), (128, 32, 8, 3)],
     ("forward", 1, 1): [(128, 64, 8, 3)] + 2 * [(64, 32, 8, 2)] + [(32, 32, 8, 1), (32, 16, 8, 2)],
@@ -621,15 +639,20 @@ def launch_attend(q, k, v, own_score, own_value, q_pos, k_pos, slopes, window):
     name, splits = "forward", 1
     if T == 1 and own_score is None:
         name, splits = "split", split_count(B * H, S)
-    q, k, v = aligned(q), aligned(k), aligned(v)  # D is now a multiple of 16.
-    # Without own pairs, any pointers will do.
-    own = (q, q) if own_score is None else (aligned(own_value), own_score.float().contiguous())
-    out, lse = new_heads(own[0], *q.shape), q.new_empty(B, H, T, dtype=torch.float32)
-    outs, lses = (x[None] if splits == 1 else lse.new_empty(splits, *x.shape) for x in (out, lse))
+    # After this, q.size(-1) is a multiple of 16. D stays the size without padding.
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    value, score = q, q  # Without own pairs, any pointers will do.
+    if own_score is not None:
+        value, score = aligned(own_value), own_score.float().contiguous()
+    # out has the dtype of own's value.
+    out, lse = new_heads(value, *q.shape), q.new_empty(B, H, T, dtype=torch.float32)
+    outs, lses = out[None], lse[None]  # One split writes out and lse themselves.
+    if splits > 1:
+        outs, lses = (lse.new_empty(splits, *x.shape) for x in (out, lse))  # in float32
     pointers, pos_strides, biased = mask_pointers(q_pos, k_pos, slopes, lse)
     options = tile_options(name, D, q.dtype, has_large_blocks(q.device))
     attend_forward_kernel[(triton.cdiv(T, options["BLOCK_M"]) * B * H, splits)](
-        q, k, v, *own, outs, lses, *pointers, *strides(q, k, v, own[0], outs), *pos_strides,
+        q, k, v, value, score, outs, lses, *pointers, *strides(q, k, v, value, outs), *pos_strides,
         T, S, q.size(-1), H, H // G, window, D ** -0.5, biased,
         OWN=own_score is not None, **options)
     if splits > 1:

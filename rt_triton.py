@@ -1,6 +1,6 @@
 """
 Pieces of rt_wavefront.py in Triton, for CUDA and ROCm. TRITON_INTERPRET=1 runs them on CPU tensors,
-slowly, for tests.
+slowly, for tests. Read rt_wavefront.py first. Its letters are used here, with the exceptions below.
 
 Between the products of a position, rt_wavefront.py has many small operations. Each function here
 computes one piece of them with one kernel. The function has the name and the arguments of a
@@ -24,10 +24,10 @@ read and write them where they lie:
 
 All other arguments are contiguous.
 
-Letters are those of rt_wavefront.py, with these exceptions. c is a channel of C and no chunk. d is
-a channel of D, but d_ptr points to a gradient. l is the sum of an online softmax and no layer. z is
-a key head. x_a and x_z are the strides of x over A and Z. In add_norm_backward_kernel, a and b are
-the numbers of a layer and of a sequence.
+These letters have another meaning than in rt_wavefront.py, or are new. c is a channel of C and no
+chunk. d is a channel of D, but d_ptr points to a gradient. l is the sum of an online softmax and no
+layer. z is a key head. x_a and x_z are the strides of x over A and Z. In add_norm_backward_kernel,
+a and b are the numbers of a layer and of a sequence.
 """
 import torch
 import triton
@@ -111,6 +111,7 @@ def read_pairs_kernel(q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, out_ptr, a_ptr, i,
         j = start + tl.arange(0, ROWS)
         at, valid = (row // Q * K + j[:, None]) * D + d, (j < i)[:, None] & (d < D)
         k, v = load(k_ptr, at, valid), load(v_ptr, at, valid)
+        # A row counts sequences and layers, and then the H heads. So row % H is the head.
         scores = tl.sum(q * k, 1) + load(bias_ptr, row % HEADS * K * K + j, j < i)
         scores = tl.where(j < i, scores, float("-inf"))
         highest = tl.maximum(m, tl.max(scores))
@@ -154,10 +155,10 @@ def add_pair_grad(dk, dv, q, v, p, da, delta):
 def store_da_delta_kernel(da_out_ptr, delta_ptr, da_ptr, a_ptr, delta_z, Q, D,
                             BLOCK: tl.constexpr):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    out = row // Q * delta_z + row % Q
+    at = row // Q * delta_z + row % Q
     da = load(da_ptr, row * D + d, d < D)
-    store(da_out_ptr, out * D + d, da, d < D)
-    tl.store(delta_ptr + out, tl.sum(da * load(a_ptr, out * D + d, d < D)))
+    store(da_out_ptr, at * D + d, da, d < D)
+    tl.store(delta_ptr + at, tl.sum(da * load(a_ptr, at * D + d, d < D)))
 
 
 def store_da_delta(da_out, delta_out, da, a):

@@ -36,7 +36,7 @@ CHIPS = {"sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024, True),
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 OF_RT = {"add_and_norm": 1024, "add_norm_backward": 1024, "read_pairs": 64, "add_pair_grad": 64,
          "store_da_delta": 1024}       # widths of rows
-FLOAT32 = ("lse_ptr", "lses_ptr", "outs_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr", "own_score_ptr", "own_ptr")
+FLOAT32 = ("lse_ptr", "lses_ptr", "outs_ptr", "dlse_ptr", "delta_ptr", "slopes_ptr", "own_score_ptr", "own_value_ptr")
 # These kernels are the forward one, with own pairs, and for one query. RT's own values are float32, and so is the output
 # with them. The splits of the last kernel write float32, too.
 FORWARD = "attend_forward_kernel", "attend_own_kernel", "attend_split_kernel"
