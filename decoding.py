@@ -74,10 +74,10 @@ class KVCache:
     layers have keys (None: cfg.n_layer).
 
     lengths (B,) counts the tokens of each row, on the device. longest is their maximum, on the
-    host. After static calls it may be larger, because each static call adds its T to longest (1 in
-    decoding), and it adds this even in a row whose tokens are all padding. ragged says that lengths
-    may differ, because a call had n_valid, some rows were reset, or a static call failed. (In MoR's
-    later recursions ragged is always true after a static call.)"""
+    host. After static calls it may be larger, because each static call adds its T (1 in decoding),
+    even if all tokens of the longest row are padding. ragged says that lengths may differ, because
+    a call had n_valid, some rows were reset, or a static call failed. (In MoR's later recursions
+    ragged is always true after a static call.)"""
     static = False
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):

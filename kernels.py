@@ -152,12 +152,12 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
 
 def attend_by_position_backward(q, k, v, out, lse, do, q_pos=None, k_pos=None, slopes=None,
                                 window=None):
-    """Return dq, dk and dv of these queries and keys. The softmax may be over further keys.
-    Therefore out and its gradient do, (B, H, T, D) in q's dtype, and lse (B, H, T) are given, and
-    they are those of the whole softmax. The loss must depend on the whole softmax through out alone
-    and not through its lse, so that dlse is 0. dq is then what these keys contribute, and the
-    contributions of disjoint sets of keys add up. The other arguments are attend_by_position's. The
-    result is not differentiable."""
+    """Return dq, dk and dv of these queries and keys. The softmax may be over further keys. So out
+    and its gradient do, both (B, H, T, D) in q's dtype, and lse (B, H, T) must be those of the
+    whole softmax. The loss must depend on the whole softmax through out alone and not through its
+    lse, so that dlse is 0. dq is then what these keys contribute, and the contributions of disjoint
+    sets of keys add up. The other arguments are attend_by_position's. The result is not
+    differentiable."""
     mask = checked_mask(q, k, v, q_pos, k_pos, slopes, window)
     return run_attend_gradients(q, k, v, out, lse, do, None, *mask)
 

@@ -166,7 +166,8 @@ class Model(LanguageModel):
 
     The contexts stand below the model. context.subset(r, chosen) is the context of recursion r, and
     its `kept` marks the tokens that take r. A block reads rope, bias and extend of a context, and
-    `recursion` reads kept. So MaskedSubset and GatheredSubset need not be subclasses of Context."""
+    `recursion` reads kept (and calls gather and scatter of a GatheredSubset). So MaskedSubset and
+    GatheredSubset need not be subclasses of Context."""
     runs_blocks_once = False
 
     def __init__(self, cfg):
@@ -567,7 +568,7 @@ class CachedSubset(GatheredSubset):
         super().__init__(all_tokens, chosen, rows=rows)
         self.cache, slots = cache, cache.place(self.index.size(1), chosen.sum(1))
         # `slots` is for all rows. In self.slots, pos, at and rows are for the rows that run. n_new
-        # is still for all rows, as advance needs it.
+        # is still for all rows, because advance needs it.
         pos, at, its_rows = map(self.select, (slots.pos, slots.at, slots.rows))
         self.slots = replace(slots, pos=pos, at=at, rows=its_rows)
         # pos holds numbers of slots here. Slots are in the order of positions, so that the causal

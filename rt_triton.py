@@ -153,7 +153,7 @@ def add_pair_grad(dk, dv, q, v, p, da, delta):
 
 @triton.jit(**COUNTS)
 def store_da_delta_kernel(da_out_ptr, delta_ptr, da_ptr, a_ptr, delta_z, Q, D,
-                            BLOCK: tl.constexpr):
+                          BLOCK: tl.constexpr):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at = row // Q * delta_z + row % Q
     da = load(da_ptr, row * D + d, d < D)

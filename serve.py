@@ -108,11 +108,12 @@ class Token:
 class Slot:
     """The place where one request is decoded.
 
-    Along `unfinished` the number of loops taken never rises, so the tokens at its end have taken
-    the fewest loops. A step runs these and all before them that have taken as many. So all tokens
-    that a slot runs in a step are in the same loop. The tokens in front of these stay, and each has
-    taken at least one loop more. So the number still does not rise after the step. In mor, tokens
-    of a prompt leave `unfinished` as the router decides, and the last of `fed` may leave first."""
+    Along `unfinished` the number of loops taken never rises, so that the tokens at its end have
+    taken the fewest loops. A step runs these and all before them that have taken as many. So all
+    tokens that a slot runs in a step are in the same loop. The tokens in front of these stay, and
+    each has taken at least one loop more. So the number still does not rise after the step. In mor,
+    tokens of a prompt leave `unfinished` as the router decides, and the last of `fed` may leave
+    first."""
     number: int
     request: Request = None
     fed: list = None                # the newest tokens: a prompt, or one token of the answer

@@ -299,8 +299,9 @@ MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "
 
 def evaluate_and_keep(run):
     """After each eval_interval steps and after the last step, save the state and evaluate it. After
-    each keep_interval steps, save it as ckpt.pt and as step_N.pt. If the evaluation fails, neither
-    is saved again, because the error ends the run."""
+    the last evaluation and after each keep_interval steps, save ckpt.pt again, and in the second
+    case then step_N.pt. If the evaluation fails, neither is saved, because the error ends the
+    run."""
     def due(interval):
         return run.step > 0 and interval > 0 and run.step % interval == 0
     start = time.perf_counter()
@@ -593,8 +594,9 @@ def record_micro_step(run):
     try:
         graph = graphs.Graph(recorded, (x, y, weight))
     except RuntimeError as e:
-        if lacks_memory(e.__context__ or e):
-            raise
+        for cause in (e, e.__context__):
+            if cause is not None and lacks_memory(cause):
+                raise cause
         why = first_line(e.__context__ or e)
         raise UserError(f"compile=graph: a step of model={run.cfg.model} with these options cannot "
                         f"be recorded (compile=auto trains it): {why}") from e

@@ -169,16 +169,17 @@ def load_start(start):
     becomes empty if the checkpoint is the run's own. Then the checkpoint has an entry "stamp", by
     which train.py sees whether another job has saved a newer one before the folder was locked."""
     own = start.folder / "ckpt.pt"
-    if start.resume == "true" and start.init_from and not start.eval_only:
-        note(f"init_from={start.init_from} is not read, because resume=true goes on from {own}")
+    unread = start.init_from if start.resume == "true" and not start.eval_only else ""
     if start.eval_only and start.init_from:
         start.resume = "false"
     if start.resume == "auto":                  # a scheduler starts the same command repeatedly
         start.resume = "true" if own.exists() else "false"
     if start.resume == "true" or start.eval_only and not start.init_from:
         start.init_from = ""
-        before = stamp(own)
-        return {**load_checkpoint(own), "stamp": before}
+        ckpt = {"stamp": stamp(own), **load_checkpoint(own)}
+        if unread:
+            note(f"init_from={unread} is not read, because resume=true goes on from {own}")
+        return ckpt
     return load_initial(start.init_from) if start.init_from else None
 
 

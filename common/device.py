@@ -176,8 +176,8 @@ def stop_request():
     asks for a stop after the current step. Further signals change nothing, because timeout,
     torchrun and schedulers send several, and the state is to be saved. A signal during an
     evaluation takes effect after the evaluation and one more step. SIGKILL ends a run at once. In
-    an evaluation this loses no step, because the state was saved before it. torchrun sends it 30
-    seconds after one of these signals, so that step and save must take less. A signal that was
+    an evaluation this loses no step, because the state was saved before it. torchrun sends SIGKILL
+    30 seconds after one of these signals, so that step and save must take less. A signal that was
     ignored at the start, as SIGHUP is under nohup, stays ignored."""
     asked = []
 

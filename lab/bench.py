@@ -12,16 +12,20 @@ ratios of README.md and lab/RESULTS.md come from here.
 A model's options are those of train.py, and its sizes start from configs/<model>_tiny.yaml as in
 train.py. As there, compile= decides whether training is compiled or replayed as a CUDA graph. It
 chooses the first of the modes compiled, graph and eager, and the later modes are measured, too.
-Decoding goes through graphs.decoder, as in sample.py. device=, dtype=, batch_size=, optimizer= and
-tokenizer= (the size of its vocabulary) hold, too. The other options of training have no effect. A
-step is one micro-batch, and its gradients are clipped at 1. The options of our tables are in
-lab/experiments/speed.yaml, and those of the papers' sizes are in gpu_speed.yaml.
+Decoding goes through graphs.decoder, as in sample.py. device=, optimizer= and tokenizer= (the size
+of its vocabulary) hold, too. dtype= holds for training alone. A model decodes in bfloat16 and
+float32 on a GPU, and in float32 on a CPU. batch_size= is that of training. In rat it is that of
+decoding, and in throughput the most sequences. The other options of training have no effect.
+Training takes one micro-batch a step, and clips its gradients at 1. The options of our tables are
+in lab/experiments/speed.yaml, and those of the papers' sizes are in gpu_speed.yaml.
 
-Each line names the measurement, its mode, and a case. Then come these numbers:
-    ms          the time of a step, the median over rounds; a step is one update, one decoded token
-                of each row, one prefill or, with requests, one token of an answer
+Each line names the measurement, its mode, and a case. A step is one forward and backward pass, one
+training step (the same with an update), one decoded token of each row, one prefill or, with
+requests, one token of an answer. Then come these numbers:
+    ms          the time of a step, the median over rounds
     MiB         the most memory that the case holds during a call (see peak_memory)
-    x           the time of a step as a multiple of the baseline's; less than 1 is faster
+    x           the time of a step as a multiple of the baseline's, which is the first case and
+                stands behind the x; less than 1 is faster
     tokens/s    the tokens of all rows in a second
     MFU, MBU    on a known GPU: the fraction of its bfloat16 peak that the model's FLOPs reach, and
                 the fraction of its memory's bandwidth that a step takes to read weights and cache
@@ -98,8 +102,9 @@ def compare(cases, setup, device, rounds=None):
     the number of rounds after the warm-up. Its default is 9 on a CPU and 3 on a GPU.
 
     On a CPU the cases are one group and take turns, so that a noisy neighbour slows all alike. On a
-    GPU each case is a group of its own, so that it has the memory for itself. A group that does not
-    fit is left out, and a line names its first case."""
+    GPU each case is a group of its own, so that it has the memory for itself. The groups come one
+    after the other, so that nothing else may run there meanwhile. A group that does not fit is left
+    out, and a line names its first case. Then the next case that fits is the baseline."""
     gpu, bases, found = device.type == "cuda", {}, {}
     rounds = WARM_UP + (rounds or (3 if gpu else 9))
 
@@ -150,7 +155,8 @@ def take_turns(calls, device, rounds):
 
 def tell(title, name, call, seconds, most, base, device):
     """Print a case's line, and return its milliseconds. Its ratio to the base (name, seconds) is
-    the median of the rounds' ratios, because noise moves it less than the ratio of two medians."""
+    the median of the rounds' ratios. On a CPU, where the cases take turns, noise moves it less than
+    the ratio of two medians."""
     of_a_step = median(seconds) / call.steps
     ratio = median(a / b for a, b in zip(seconds, base[1]))
     memory = "" if most is None else f"{most / 2 ** 20:10,.0f} MiB"
@@ -332,9 +338,9 @@ NEW = 8         # tokens that one call decodes
 def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
     """Return the Call that decodes the last `new` of T tokens of each row, one after the other. The
     tokens are those of idx, or random ones. Its `prepare` fills the cache with the tokens before
-    these. `prepare` is not timed, and LRT's exact chain is slow, so that LRT fills the cache by
-    prefill=interleaved. With new=1 bench_decoding times `prepare` itself, and LRT keeps the prefill
-    of its config."""
+    these. It is not timed. If more than one token is decoded, LRT fills the cache by
+    prefill=interleaved, because its exact chain is slow. With new=1 LRT keeps the prefill of its
+    config: bench_decoding measures the prefill in this way, and times `prepare` itself."""
     if device.type == "cuda":   # sample.py has this setting
         torch.set_float32_matmul_precision("highest")
     model, start = model.to(device).eval(), max(1, T - new)
@@ -372,8 +378,8 @@ def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
 
 # ---- models ----
 
-# {model: {row: options}}. The first row is the baseline. In lrt, the rows "interleaved" also fill a
-# cache by interleaving, and the later rows fill it by the exact chain.
+# {model: {row: options}}. The first row is the baseline. In lrt, the prefill is measured by
+# interleaving in the rows "interleaved", and by the exact chain in the rows after these.
 ROWS = {
     "gpt": {"fast": "fast=true", "naive": "fast=false"},
     "rt": {
@@ -438,7 +444,7 @@ def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=No
     number}} of the first mode."""
     found, rounds = {}, rounds or ((5, 3) if device.type == "cuda" else (36, 9))
     modes = decoding_modes(device)
-    first = modes[0][0]     # a dtype
+    default_dtype = modes[0][0]
     for (dtype, mode), rows in [*itertools.product(modes[:1], batches),
                                 *itertools.product(modes[1:], batches[:1])]:
         title = f"decoding batch {rows}, T {T:,}, {str(dtype).removeprefix('torch.')}, {mode}"
@@ -446,12 +452,12 @@ def bench_decoding(make, cases, T, device, batches=(1, 16), prompts=1, rounds=No
             title: decoding(make(case).to(dtype), device, T, rows, idx, mode=mode)}, device,
             rounds[0])
         found.setdefault(f"decode_{rows}_ms", times.get(title, {}))     # {} if no case fits
-    title = f"prefill {T - 1:,} tokens, {str(first).removeprefix('torch.')}"
+    title = f"prefill {T - 1:,} tokens, {str(default_dtype).removeprefix('torch.')}"
     compare(cases, lambda case: {title: Call(
-        decoding(make(case).to(first), device, T, prompts, idx, new=1).prepare,
+        decoding(make(case).to(default_dtype), device, T, prompts, idx, new=1).prepare,
         tokens=prompts * (T - 1))}, device, rounds[1])
     with device:
-        found["cache_bytes"] = {row: make(case).to(first).init_cache(1, T).nbytes() / T
+        found["cache_bytes"] = {row: make(case).to(default_dtype).init_cache(1, T).nbytes() / T
                                 for row, case in cases.items()}
     for row, number in found["cache_bytes"].items():
         print(f"cache, T {T:,}: {number:,.1f} bytes a token ({row})")
@@ -466,20 +472,21 @@ def bench_rat(model_cfg, cfg, device, own=BenchConfig()):
     kinds = kept({"attention": "mixer=attention", f"RAT({model_cfg.chunk})": "mixer=rat",
                   "RNN": "mixer=rnn"}, own.skip)
 
-    def make(options):
+    def make(T, options):
         """Return a model of one layer that keeps only the mixer with its projections."""
         model = build(model_cfg, "rat", f"block_size={T} n_layer=1 vocab_size=64 swa=0 {options}")
         block = model.blocks[0]
         model.norm = block.norm1 = block.norm2 = block.mlp = torch.nn.Identity()
         return model
     for n in range(7):
-        T, batch = model_cfg.block_size << n, replace(cfg, batch_size=64 >> n)
+        T, of_T = model_cfg.block_size << n, replace(cfg, batch_size=64 >> n)
         if own.longest and T > max(own.longest, model_cfg.block_size):
             break
         for mode in training_modes(cfg, device):
-            compare(kinds, lambda options: training(make(options).to(dtype), device, batch, mode,
-                                                 PARTS[:1], f", T {T:,}"), device, rounds=3)
-        bench_decoding(make, kinds, T, device, [cfg.batch_size], batch.batch_size, (3, 3))
+            compare(kinds, lambda options: training(make(T, options).to(dtype), device, of_T, mode,
+                                                    PARTS[:1], f", T {T:,}"), device, rounds=3)
+        bench_decoding(partial(make, T), kinds, T, device, [cfg.batch_size], of_T.batch_size,
+                       (3, 3))
 
 
 def bench_throughput(model_cfg, cfg, device, own=BenchConfig(), new=64):
@@ -680,8 +687,8 @@ def main(argv):
         trained = SimpleNamespace(**ckpt.get("config", asdict(cfg)))
         check_tokenizer(ckpt, data := open_data(trained)["val"], cfg.init_from)
         text = data.windows([0], min(data.tokens, 100_000))[0]
-        model = build_model(ckpt, **model_fields)
-        return bench_requests(name, model.to(device).eval(), text, device, own)
+        built = build_model(ckpt, **model_fields)
+        return bench_requests(name, built.to(device).eval(), text, device, own)
     BENCHES[name](model_cfg, cfg, device, own)
 
 

@@ -10,27 +10,33 @@ in the tasks of lm-evaluation-harness (the package lm_eval).
     python -m lab.eval out/rt_tiny tasks=rt               a paper's tasks: rt, relaxed, mor or rat
     python -m lab.eval help                               every option with its meaning
 
-The result is printed as one JSON object. `lengths` has the results of each context length: ce in
-nats a token, bpb, the context in tokens, and the mean ce of ranges of positions. The entries of the
-shortest length also stand at the top. For a text, `tokens` counts the predicted tokens.
+The result is printed as one JSON object. Its `lengths` has an entry for each of the option's
+numbers, under this number. An entry of a text has ce in nats a token, bpb, context (in tokens) and
+positions (the mean ce of ranges of positions). An entry of a synthetic task has ce, context,
+token_accuracy and sequence_accuracy. These are the fractions of scored tokens and of examples that
+are right. The entries of the smallest number also stand at the top. For a text, `tokens` counts the
+predicted tokens.
 
 All losses are those of decoding: lrt computes its exact chain, and mor routes a token without
 looking at later ones. The text is cut into windows of the longest of `lengths`, and a rest that
 does not fill a window is left out. For shorter lengths the same windows are cut into pieces, so
 that all lengths predict the same tokens.
 
-`overlap` is the fraction of the validation tokens that stand in a stretch of 64 tokens that also
-occurs in the train text of the same data set. `clean` has the losses on the windows without such
-tokens. Its bits per byte count these windows' own bytes. Both are left out with batches=, because
-they read the whole text of both splits.
+`overlap` is the fraction of the validation tokens that are copied from the train text. A token
+counts if a stretch of 64 tokens around it occurs there, too. Both texts are those of the data set
+that is evaluated, which dataset= may have replaced. `clean` has the losses on the windows without
+such tokens. Its bits per byte count these windows' own bytes. Both are left out with batches=,
+because they read the whole text of both splits.
 
-With exit_loop=, `agreement` is how often the likeliest token after these loops is the likeliest
-after all loops. With MoR's expert choice, `scores` has ten fractions for each recursion after the
-first. Fraction n is the part of the tokens whose score lies in the n-th tenth from 0 to 1. The
-score is the sigmoid of the one that decides. Both take at most 50 batches, spread over the text.
+With exit_loop=N, `agreement` is how often the likeliest token after N loops is the likeliest after
+all loops. With MoR's expert choice, `scores` has ten fractions for each recursion after the first.
+Only tokens count that could take the recursion. Fraction n is the part of them whose score lies in
+the n-th tenth from 0 to 1. The score is sigmoid(s), where s is the router's output by which
+decoding decides. A token with 0.5 or more takes the recursion. `agreement` and `scores` take at
+most 50 batches, spread over the text.
 
-A synthetic task (common/tasks.py) has the fractions of scored tokens and of examples that are
-right, as in training. Longer contexts are longer examples, and each length has 1,280 of its own.
+For a synthetic task (common/tasks.py), longer contexts are longer examples, and each length has
+1,280 of its own.
 
 A task of lm_eval with choices has gold_ce, which is minus the log-likelihood of the right answer
 after the question, in nats. It is summed over the tokens of the answer. prefill=interleaved scores
@@ -86,15 +92,16 @@ class EvalConfig(Options):
             raise ValueError(f"lengths={self.lengths:.60}: each must divide the longest one")
 
 
-OF_TEXT = {"lengths", "batches", "dataset", "data_dir"}
-OF_TASKS = {"prefill", "num_fewshot", "limit", "include_path"}
+# These options mean nothing with tasks=, and those of OF_HARNESS need it.
+NOT_OF_HARNESS = {"lengths", "batches", "dataset", "data_dir"}
+OF_HARNESS = {"prefill", "num_fewshot", "limit", "include_path"}
 
 
 def config_of(given, **of_run):
     """Return the EvalConfig of the options `given`, which are text, and of those of a run. Raise
     UserError for an option that this kind of evaluation does not read."""
     cfg = typed_config(EvalConfig, {**of_run, **given})
-    if unused := given.keys() & (OF_TEXT if cfg.tasks else OF_TASKS):
+    if unused := given.keys() & (NOT_OF_HARNESS if cfg.tasks else OF_HARNESS):
         how = "with" if cfg.tasks else "without"
         raise UserError(f"{min(unused)}= has no meaning {how} tasks=")
     return cfg
@@ -131,15 +138,15 @@ def clean_losses(totals, starts, longest, data):
     the windows without such tokens, {k: {ce, bpb, tokens}}. The latter is empty if there is no such
     window."""
     val = data["val"]
-    found = repeated(val.mapped(), data["train"].mapped())
-    clean = [n for n, start in enumerate(starts) if not found[start:start + longest + 1].any()]
+    copied = repeated(val.mapped(), data["train"].mapped())
+    clean = [n for n, start in enumerate(starts) if not copied[start:start + longest + 1].any()]
     windows = [val.windows([starts[n]], longest + 1)[0] for n in clean]
     # The first token is no target. It is decoded because some tokenizers drop a text's first blank.
     size_of = lambda ids: len(val.tokenizer.decode_bytes(ids))
     size = sum(size_of(ids) - size_of(ids[:1]) for ids in windows)
     tokens = len(clean) * longest
     sums = {k: float(nats[clean].sum()) for k, nats in totals.items()}
-    return float(found.mean()), {str(k): {
+    return float(copied.mean()), {str(k): {
         "ce": nats / tokens, "bpb": nats / math.log(2) / size, "tokens": tokens}
         for k, nats in sums.items() if clean}
 
@@ -162,10 +169,7 @@ def agreement(model, inputs):
 
 @torch.no_grad()
 def router_scores(model, inputs):
-    """Return {recursion: ten fractions} for the recursions of MoR's expert choice after the first.
-    Only tokens that could take the recursion count. Fraction n is the part of them whose score lies
-    in the n-th tenth from 0 to 1. The score is the sigmoid of the one that decides in decoding. A
-    token with 0.5 or more takes the recursion."""
+    """Return `scores` of the top of this file, {recursion: ten fractions}."""
     found = [model.states(x, top_k=False)[2] for x in inputs]
     spread = {}
     for r in range(1, model.loops_to_run):
@@ -208,7 +212,7 @@ def evaluate_text(model, run, cfg, ckpt):
 # ---- synthetic tasks ----
 
 @torch.no_grad()
-def evaluate_task(model, run, cfg, ckpt):
+def evaluate_synthetic(model, run, cfg, ckpt):
     """Return the JSON object's entries for a synthetic task."""
     found, device = {}, model.wte.weight.device
     for k in cfg.units:
@@ -240,7 +244,7 @@ TASK_SETS = {
 
 
 class HarnessModel:
-    """A model with the methods that lm_eval calls. evaluate_tasks makes a subclass that also
+    """A model with the methods that lm_eval calls. evaluate_harness makes a subclass that also
     inherits from lm_eval's class LM, because this file must load where lm_eval is missing."""
 
     def __init__(self, model, tokenizer, batch_size, cached=False):
@@ -251,10 +255,10 @@ class HarnessModel:
         self.cached = cached
 
     def encode(self, context, answer):
-        """Return the token ids of both sides, which are encoded as one text. Where a token would
-        cross the join, each side is encoded by itself, and the answer as a text that goes on.
-        Blanks at the context's end belong to the answer, as in lm_eval. An empty context becomes
-        end-of-text."""
+        """Return the token ids of the context and of the answer, which are encoded as one text. If
+        one token would then have the context's end and the answer's beginning, each is encoded by
+        itself, and the answer as a text that goes on. Blanks at the context's end belong to the
+        answer, as in lm_eval. An empty context becomes end-of-text."""
         start = context.rstrip()
         before, both = (self.tokenizer.encode(text) for text in (start, context + answer))
         if both[:len(before)] != before:
@@ -300,7 +304,7 @@ class HarnessModel:
     loglikelihood_rolling = generate_until
 
 
-def evaluate_tasks(model, tokenizer, cfg):
+def evaluate_harness(model, tokenizer, cfg):
     """Return the JSON object's entries for tasks."""
     need("lm_eval")
     try:
@@ -363,10 +367,10 @@ def main(argv):
     tokenizer = load_tokenizer(ckpt["tokenizer"])
     with autocast(run, device):
         if cfg.tasks:
-            result = evaluate_tasks(model, tokenizer, cfg)
+            result = evaluate_harness(model, tokenizer, cfg)
         else:
             check_context(model, cfg, ckpt)
-            evaluate = evaluate_task if is_task(cfg.dataset) else evaluate_text
+            evaluate = evaluate_synthetic if is_task(cfg.dataset) else evaluate_text
             result = evaluate(model, run, cfg, ckpt)
     print(json.dumps({"model": ckpt["model"], "step": ckpt["step"], **result}, indent=2))
 

@@ -167,7 +167,8 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
         if count > 128 or size > run.max_len:
             raise UserError(f"{count} texts of up to {size} tokens are too many: the server takes "
                             f"at most 128 texts, and the model's context {run.max_len} tokens")
-        how, reason = (self.temperature, 0, self.top_p), None if self.max_tokens else "length"
+        how = self.temperature, 0, self.top_p
+        reason = None if self.max_tokens else "length"
         randoms = [serve.generator(self.seed % (1 << 64), i, run.device) for i in range(count)]
         return [serve.Request(prompts[i // self.n], self.max_tokens, client, how, random,
                               reason=reason) for i, random in enumerate(randoms)]
@@ -233,10 +234,7 @@ def main(argv):
         if name in runs:
             raise UserError(f"two runs are named {name}: each needs a name of its own")
         model, tokenizer, _ = load_run(path, pick_device(cfg.device), cfg.dtype, fast=cfg.fast)
-        # Beside other runs, a mor ignores exit= and fill=. A mor that is alone gets them, and
-        # Engine refuses them.
-        skips = serve.adapter_of(model).routed and len(paths) > 1
-        rule = () if skips else (cfg.exit, cfg.fill)
+        rule = () if serve.adapter_of(model).routed else (cfg.exit, cfg.fill)   # not for a mor
         runs[name] = PageEngine(model, tokenizer, cfg, *rule)
         if runs[name].rule:         # the same weights show what exits change
             twin = f"{name}-without-exits"

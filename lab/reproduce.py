@@ -10,18 +10,25 @@ and then writes tables and pictures.
     python -m lab.reproduce intervals compare_flops compare_controls
                                                 differences of all rows, with their 95 % intervals
 
-The runs of experiments/NAME.yaml stand in out/NAME-*. results/NAME.jsonl has a line for each
-command that is done. Such a command is not run again, unless the config file or the `evaluate` of a
-run has other values today, or a run that it starts from has no line. So a reproduction that was
-stopped goes on where it was. A line has the commit at which the run began, a hash of each file that
-differed from the commit, the CPU, the threads and versions. It also has the fingerprints of the
-prepared text, of the model's files, and of the weights that the run started from and ended with. If
-one of these fingerprints is another one today, a note says so. Another note names a text that has
-changed since it was prepared. To repeat a run, delete its line and its folder.
+lab/experiments/NAME.yaml has an experiment. Its runs stand in out/NAME-*. lab/results/NAME.jsonl
+gets a line for each run and each call of lab.bench that is done, and they are not done again. There
+are four exceptions. A run is repeated if its config file or its `evaluate` has other values today.
+It is repeated if a run that it starts from has no valid line. It is also repeated if its last
+checkpoint is gone and a run that is missing starts from it. A call of lab.bench is repeated if the
+runs that it measured have other weights today. So a reproduction that was stopped goes on where it
+was.
 
-A difference is the mean of the differences of runs with the same seed. The two numbers behind it
-are its 95 % interval by the t distribution. A difference whose interval includes 0 is called a tie,
-and so is a ratio whose interval includes 1. There is no interval for fewer than three seeds.
+The line of a run has the commit at which the run began, a hash of each file of code, configs and
+experiments that differed from the commit, the CPU, the threads and versions. It also has the
+fingerprints of the prepared text, of the model's files, and of the weights that the run started
+from and ended with. If the text, the model's files or the weights at the start have changed since,
+a note says so, and `again` repeats the run. Another note names a text that has changed since it was
+prepared. To repeat a run, delete its line and its folder.
+
+A printed difference is a mean over the seeds: each run is compared with the other row's run of the
+same seed. In brackets is its 95 % interval by the t distribution. If the interval of a difference
+includes 0, or that of a ratio includes 1, the word tie stands before it. There is no interval for
+fewer than three seeds.
 """
 import ast
 import hashlib
@@ -74,18 +81,24 @@ PANEL = {"x", "y", "of", "xlabel", "ylabel", "xscale", "yscale", "xlim", "ylim",
 class Experiment:
     """An Experiment is the content of lab/experiments/NAME.yaml.
 
-    A row is either a text, which has options of train.py, or a dict. The dict may have these
-    `options`, and seeds, minutes and evaluate in place of the experiment's. For a column that is
-    `text`, it has the row's text under the column's name. In options, {LABEL} is the folder of an
-    earlier row's run of the same seed. from={LABEL}/step_N.pt, which is no option of train.py, goes
+    A row is options of train.py, as a text or as `options` of a dict. A dict may also have seeds,
+    minutes and evaluate of its own, in the place of the experiment's. In options, {LABEL} stands
+    for the folder of the run of the row LABEL with the same seed, and that row must come earlier.
+    from={LABEL}/step_N.pt, which is no option of train.py, goes
     on from a checkpoint that keep_interval= has kept. With a grid, such as the learning rates of a
     search, each row becomes as many rows as the grid has points: "ROW, POINT" has the options of
     both.
 
-    A column is `text`, `options` (those of the row), or the name of a value and its format, such as
-    `val_bpb .3f`. With ` against ROW` behind the format, a column is the difference to that row.
-    The values are those of the log's last line and last evaluation (flops, val_bpb), of lab.eval
-    (NAME.bpb), and of `bench.py runs` (speed.train_ms).
+    A column is a title and what stands below it. This is `options` (the row's options), a value and
+    its format, such as `val_bpb .3f`, or `text`. Below `text` a row shows words of its own: its
+    dict has them under the column's title. With ` against ROW` behind the format, a column is the
+    difference to that row.
+
+    These are the values: parameters, tokens_per_second (the median), and step, tokens, flops and
+    seconds of the log's last line; val_bpb and the other val_ values of the last evaluation; with
+    evaluate={half: ..}, half.bpb and all else that lab.eval prints; and with bench=["runs {rows}"]
+    speed.train_ms, speed.decode_1_ms, speed.decode_16_ms and speed.cache_bytes. The speeds are
+    those of the first three seeds.
 
     An axis of a picture is such a name, too, or curves.NAME, or bins. curves.NAME is a value from
     the log of training steps. (A run's result keeps only the curves that the picture names when the
@@ -102,7 +115,8 @@ class Experiment:
     minutes: float = 1.0        # of a run on one core, an estimate
     grid: dict = field(default_factory=dict)    # {POINT: options}
     evaluate: dict = field(default_factory=dict)    # {NAME: options of lab.eval}, after training
-    bench: list = field(default_factory=list)       # arguments of lab.bench; {rows}: the folders
+    # arguments of lab.bench, in which {rows} are the folders of the first three seeds
+    bench: list = field(default_factory=list)
     picture: list = field(default_factory=list)     # panels {x, y: names; xscale, ylim, ...}
 
     def __post_init__(self):
@@ -172,12 +186,12 @@ class Run:
         if taken := {"out_dir", "run", "resume", "seed"} & self.options.keys():
             raise UserError(f"{min(taken)}= is set by the reproduction, and a row cannot have it")
         self.options |= {"seed": str(seed), "sample_tokens": "0"}
-        self.start = self.options.pop("from", "")   # the checkpoint that it goes on from
+        self.checkpoint = self.options.pop("from", "")  # the one that it goes on from
         self.arguments = [f"{name}={value}" for name, value in self.options.items()]
         options = " ".join(self.arguments)
-        self.command = f"train.py {options}" + f" from {self.start}" * bool(self.start)
+        self.command = f"train.py {options}" + f" from {self.checkpoint}" * bool(self.checkpoint)
         # The folder's name has a hash of the options, so that a changed row begins a new run.
-        digest = hashlib.sha256((options + self.start).encode()).hexdigest()[:6]
+        digest = hashlib.sha256((options + self.checkpoint).encode()).hexdigest()[:6]
         slug = re.sub("[^a-z0-9]+", "_", label.lower()).strip("_")
         self.name = f"{experiment.name}-{slug}-{seed}-{digest}"
         self.folder = OUT / self.name
@@ -255,6 +269,42 @@ def made_from(run):
             "start": start if all(start) else None}
 
 
+def made_by(threads):
+    """Return the commit of the code, the files that differ from it, the machine, and the versions
+    that decide the numbers. The SHA-256 of the text is in made_from."""
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    differing = changed_files()
+    commit = git("rev-parse", "--short", "HEAD").strip() or "unknown"
+    differs = {"changed": differing} if differing else {}
+    return {"commit": commit + "-changed" * bool(differing), **differs,
+            "machine": f"{where}, torch {torch.__version__}, Python {platform.python_version()}",
+            "cpu": cpu_model(), "threads": threads,
+            "versions": {name: version(name) for name in ("torch", "numpy", "tokenizers")}}
+
+
+def git(*command):
+    """Return what git prints, and "" where there is no git."""
+    return shutil.which("git") and subprocess.run(["git", *command], cwd=HERE, capture_output=True,
+                                                  text=True).stdout or ""
+
+
+def changed_files():
+    """Return {file: its hash, or "deleted"} of the code, configs and experiments that are not as
+    the commit has them."""
+    of = "--", "*.py", "configs", "lab/experiments"
+    files = (git("diff", "--relative", "--name-only", "--no-renames", "HEAD", *of)
+             + git("ls-files", "--others", "--exclude-standard", *of)).splitlines()
+    return {name: sha256_of(HERE / name)[:16] if (HERE / name).exists() else "deleted"
+            for name in sorted(files)}
+
+
+def cpu_model():
+    """Return the name that the CPU gives itself, as far as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"(?m)^model name\s*: (.+)$", info.read_text() if info.exists() else "")
+    return found[1] if found else platform.processor() or platform.machine()
+
+
 def text_of(run, given=None):
     """Return a TrainConfig with the text of a run, or of its evaluation with the options `given`.
     Its other options are defaults."""
@@ -273,7 +323,8 @@ def tell_text(meta):
 @cache
 def code_of(module):
     """Return a fingerprint of the code of a model's module and of the modules of this project that
-    it imports, without common and lab. Comments and docstrings do not count."""
+    it imports. Controls in lab/experiments count, because they are imported as model_NAME. The
+    packages common and lab do not count, and neither do comments and docstrings."""
     todo, trees = [module], {}
     while todo:
         name = todo.pop()
@@ -287,14 +338,13 @@ def code_of(module):
             continue
         trees[name] = tree = ast.parse(file.read_text())
         for node in ast.walk(tree):
-            if hasattr(node, "body") and isinstance(node.body, list):
-                first = node.body[0] if node.body else None
-                if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                    node.body = node.body[1:]
-            elif isinstance(node, ast.Import):
-                todo += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                todo.append(node.module)
+            match node:
+                case ast.AST(body=[ast.Expr(value=ast.Constant()), *rest]):
+                    node.body = rest
+                case ast.Import():
+                    todo += [alias.name for alias in node.names]
+                case ast.ImportFrom(module=str()):
+                    todo.append(node.module)
     code = "".join(name + dump(trees[name]) for name in sorted(trees))
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
@@ -335,41 +385,30 @@ def stop_all():
 
 
 def start(run):
-    """Start or resume the training of a run, and return its process. If its config file, text,
-    model or start has changed since, its folder is deleted, and it begins again. FOLDER.txt
-    receives the output."""
+    """Start or resume the training of a run, and return its process. If it has no checkpoint, or if
+    its config file, text, model or start has changed since it began, its folder is deleted, and it
+    begins again. FOLDER.txt receives the output."""
     code_of.cache_clear()       # a file may have changed since an earlier run was begun
     options, file = file_options(run), run.folder / "keys.json"
     was = read_json(file) if file.exists() else {}
-    made = was.pop("made_from", {})
-    if made.get("text", "") is None and (run.folder / "ckpt.pt").exists():
-        made["text"] = trained_on(run, load_checkpoint(run.folder / "ckpt.pt"))
-    unknown = run.needs and "start" not in made     # an older version began the run
-    lost = run.start and not (run.folder / "ckpt.pt").exists()  # train.py would begin at step 0
-    if was != options or changed(run, made) or unknown or lost:     # it begins again
-        if run.start and not (HERE / run.start).exists():
-            raise UserError(f"{run.start} is gone: delete {Path(run.start).parent}, and the same "
-                            f"command makes it again")
+    made, saved = was.pop("made_from", {}), (run.folder / "ckpt.pt").exists()
+    if was != options or changed(run, made) or not saved:
+        if run.checkpoint and not (HERE / run.checkpoint).exists():
+            raise UserError(f"{run.checkpoint} is gone: delete {Path(run.checkpoint).parent}, and "
+                            f"the same command makes it again")
         if run.folder.exists():
-            if (run.folder / "ckpt.pt").exists():
+            if saved:
                 note(f"{run.folder} begins again: its config file, text or model has changed, or "
                      f"the run that it starts from")
             shutil.rmtree(run.folder)
         run.folder.mkdir(parents=True)
-        if run.start:
-            os.link(HERE / run.start, run.folder / "ckpt.pt")
+        if run.checkpoint:
+            os.link(HERE / run.checkpoint, run.folder / "ckpt.pt")
         made = {**made_by(THREADS), **made_from(run)}
         replace_file(file, json.dumps({**options, "made_from": made}).encode())
     with open(f"{run.folder}.txt", "w") as out:
         return python("train.py", *run.arguments, f"run={run.name}", "resume=auto", stdout=out,
                       OMP_NUM_THREADS=str(THREADS))
-
-
-def trained_on(run, ckpt):
-    """Return the fingerprint of the text that the run's checkpoint was trained on, or None for a
-    task. The folder of the run may lack it, because train.py may have prepared the text after the
-    run was begun."""
-    return ckpt["data"] if made_from(run)["text"] else None
 
 
 def train_all(runs, jobs):
@@ -420,9 +459,7 @@ def record(run):
     ckpt, log = load_checkpoint(run.folder / "ckpt.pt"), read_log(run.folder / "log.jsonl")
     keys = read_json(run.folder / "keys.json")      # the config file may have changed since
     made = keys.pop("made_from", {})
-    if "commit" not in made:                            # an older version began the run
-        made = {**made_by(THREADS), **made_from(run), **made}
-    made["text"] = trained_on(run, ckpt)
+    # Only rows of training steps have "lr". The others are evaluations.
     steps = [row for row in log if "lr" in row]
     evaluation = next((row for row in reversed(log) if "lr" not in row), {})
     if evaluation.get("step") != ckpt["step"]:      # the disk may have been full
@@ -445,9 +482,9 @@ def record(run):
         if process.returncode:
             return False
         result |= {"evaluate": run.row["evaluate"], name: json.loads(output)}
-    if names := re.findall(r"curves\.(\w+)", str(run.experiment.picture)):
+    if curves := re.findall(r"curves\.(\w+)", str(run.experiment.picture)):
         points = steps[::-max(1, round(len(steps) / CURVE_POINTS))][::-1]       # the last one too
-        result["curves"] = {name: [row[name] for row in points] for name in names
+        result["curves"] = {name: [row[name] for row in points] for name in curves
                             if all(name in row for row in points)}
     append(run.experiment, result)
     run.result = result
@@ -481,7 +518,7 @@ def measure(experiment, runs):
     for command, line in benches(experiment, runs).items():
         if line:
             continue
-        arguments = command.split()[1:]
+        arguments, made = command.split()[1:], made_by(torch.get_num_threads())
         process = python("-m", "lab.bench", *arguments, stdout=subprocess.PIPE)
         output = process.communicate()[0]
         *_, last = output.splitlines() or ["no output"]
@@ -489,8 +526,9 @@ def measure(experiment, runs):
             print(f"{command}: {last}")
             failed.append(command)
             continue
-        line = {"command": command, **made_by(torch.get_num_threads()),
-                "weights": weights_of(runs)}
+        line = {"command": command, **made}
+        if "out/" in command:
+            line["weights"] = weights_of(runs)
         if arguments[0] == "runs":
             line["speed"] = {Path(f).name: v for f, v in json.loads(last).items()}
         append(experiment, line)
@@ -534,41 +572,6 @@ def rounded(values):
     return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.7g}"))
 
 
-def made_by(threads):
-    """Return the commit of the code, the files that differ from it, the machine, and the versions
-    that decide the numbers. The SHA-256 of the text is in made_from."""
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    differing = changed_files()
-    commit = git("rev-parse", "--short", "HEAD").strip() or "unknown"
-    differs = {"changed": differing} if differing else {}
-    return {"commit": commit + "-changed" * bool(differing), **differs,
-            "machine": f"{where}, torch {torch.__version__}, Python {platform.python_version()}",
-            "cpu": cpu_model(), "threads": threads,
-            "versions": {name: version(name) for name in ("torch", "numpy", "tokenizers")}}
-
-
-def git(*command):
-    """Return what git prints, and "" where there is no git."""
-    return shutil.which("git") and subprocess.run(["git", *command], cwd=HERE, capture_output=True,
-                                                  text=True).stdout or ""
-
-
-def changed_files():
-    """Return {file: its hash, or "deleted"} of the code, configs and experiments that are not as
-    the commit has them."""
-    of = "--", "*.py", "configs", "lab/experiments"
-    files = (git("diff", "--relative", "--name-only", "--no-renames", "HEAD", *of)
-             + git("ls-files", "--others", "--exclude-standard", *of)).splitlines()
-    return {name: sha256_of(HERE / name)[:16] if (HERE / name).exists() else "deleted"
-            for name in sorted(files)}
-
-
-def cpu_model():
-    """Return the name that the CPU gives itself, as far as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"(?m)^model name\s*: (.+)$", info.read_text() if info.exists() else "")
-    return found[1] if found else platform.processor() or platform.machine()
-
 
 # ---- tables and pictures ----
 
@@ -607,9 +610,9 @@ def table(experiment, rows):
     for label, results in rows.items():
         row = experiment.rows[label]
         few = f" ({len(results)} of {row['seeds']} seeds)" * (len(results) < row["seeds"])
-        own = {"options": f"`{row['options']}`"}
-        cells = [row.get(title, "") if what == "text" else own.get(what) or
-                 (against(rows, label, what) if AGAINST in what else cell(results, what))
+        cells = [row.get(title, "") if what == "text" else
+                 f"`{row['options']}`" if what == "options" else
+                 against(rows, label, what) if AGAINST in what else cell(results, what)
                  for title, what in experiment.columns.items()]
         if any(cells):          # a row that only others start from may have no values
             lines.append("| " + " | ".join([label + few, *cells]) + " |")
@@ -635,10 +638,12 @@ def how_made(experiment, lines):
     """Return the text below the table. It has the command, and the runs, seeds, commits and
     machines of these lines of the results."""
     said, seeds = [], sorted({row["seeds"] for row in experiment.rows.values()})
-    if made := [line["seconds"] for line in lines if "seconds" in line]:
-        said = [f"{len(made)} run{'s' * (len(made) > 1)}, {duration(sum(made) / 60)} of a core",
+    if seconds := [line["seconds"] for line in lines if "seconds" in line]:
+        said = [f"{len(seconds)} run{'s' * (len(seconds) > 1)}, {duration(sum(seconds) / 60)} of "
+                f"a {'GPU' if experiment.tier == 'gpu' else 'core'}",
                 "one seed" if seeds == [1] else
                 f"mean ± standard deviation of {' or '.join(map(str, seeds))} seeds"]
+    # Machines are lists, such as "CPU, torch 2.13.0". Each part of them is named once.
     for key, word in ("commit", "commit "), ("machine", ""), ("cpu", ""):
         found = ", ".join(line[key] for line in lines if key in line)
         said += [word + ", ".join(dict.fromkeys(found.split(", ")))] * bool(found)
@@ -731,8 +736,8 @@ def print_intervals(plans):
     pairs += [("", row, row, a, b) for row in rows for a, b in combinations(losses, 2)]
     for before, row, other, name, of_other in pairs:
         values = paired(rows[row], rows[other], name, of_other)
-        if len({*values, 0.0}) == 1 or len(values) > 1 and stdev(values) <= 1e-6 * abs(values[0]):
-            continue        # the difference does not depend on the seed
+        if not any(values) or len(values) > 1 and stdev(values) <= 1e-6 * abs(values[0]):
+            continue        # there is no pair, or the difference does not depend on the seed
         first, second = (row, other) if row != other else (f"{row}, {name}", of_other)
         if fmean(values) < 0:
             values, first, second = [-v for v in values], second, first
@@ -754,7 +759,8 @@ def show(experiment, runs):
     left = list(calls.values()).count(None)
     minutes = sum(run.row["minutes"] for run in rest) + left * BENCH_MINUTES
     print(f"{experiment.tier:5} {experiment.name:17} {len(runs) - len(rest):3} of {len(runs):3} "
-          f"runs done, {duration(minutes):>10} of a core left"
+          f"runs done, {duration(minutes):>10} of a "
+          f"{'GPU' if experiment.tier == 'gpu' else 'core'} left"
           + f", {left} of {len(calls)} benchmarks left" * bool(left) + f": {experiment.title}")
     for run in runs:
         if run.seed == 1 and not (HERE / config_path(run)).exists():
@@ -809,14 +815,16 @@ def reproduce(plans):
     OUT.mkdir(exist_ok=True)
     lock(OUT, "lab.reproduce")  # a second one at the same time ends here
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    STOP.clear()
     jobs = 1 if "gpu" in {experiment.tier for experiment in plans} else JOBS
     by_seed = [run for runs in plans.values() for run in sorted(runs, key=lambda run: run.seed)]
     try:
         todo = missing(by_seed)
         for run in todo:        # before hours of training, and not in two processes at once
-            for options in ("", *run.row["evaluate"].values()):
-                prepare_missing(text_of(run, split_args(options.split())[1]))
+            try:
+                for options in ("", *run.row["evaluate"].values()):
+                    prepare_missing(text_of(run, split_args(options.split())[1]))
+            except (OSError, UserError) as e:       # this run will fail, and others need not
+                note(f"{run.experiment.name}: {run.label}: {first_line(e)}")
         failed = train_all(todo, jobs)
         return failed + [command for e, runs in plans.items() for command in measure(e, runs)]
     finally:

@@ -98,7 +98,9 @@ def measure(job):
     except Exception as e:                      # any error of the compiler is the finding
         return (0, 0, 0), " ".join(f"{type(e).__name__}: {e}".split())[:300]
     shared, wrong = made.metadata.shared, ""
-    allowed = 3072 if launch.get("OWN") and launch["BLOCK_D"] == 256 else 0 if chip == "sm_90" and dtype != torch.float32 and launch.get("BLOCK_D", 0) <= 128 else 1024
+    precise = chip == "sm_90" and dtype != torch.float32 and launch.get("BLOCK_D", 0) <= 128
+    own_256 = launch.get("OWN") and launch["BLOCK_D"] == 256
+    allowed = 3072 if own_256 else 0 if precise else 1024
     if spilled > allowed:
         wrong = f"{spilled} bytes spilled, allowed are {allowed}"
     if shared > memory:

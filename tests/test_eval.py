@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from lab import eval as evaluation
-from lab.eval import EvalConfig, HarnessModel, evaluate_tasks
+from lab.eval import EvalConfig, HarnessModel, evaluate_harness
 import runs
 import train
 from common.checkpoint import load_run, read_log
@@ -89,7 +89,7 @@ def test_a_run_in_bfloat16_is_scored_in_bfloat16(tmp_path, data_dir):
 
 def test_prefill_reaches_the_model(tmp_path, data_dir, monkeypatch):
     run = runs.run("lrt", tmp_path, data_dir, "max_steps=1").folder
-    monkeypatch.setattr(evaluation, "evaluate_tasks", lambda model, tokenizer, cfg: {"prefill": model.cfg.prefill})
+    monkeypatch.setattr(evaluation, "evaluate_harness", lambda model, tokenizer, cfg: {"prefill": model.cfg.prefill})
     assert evaluate(run, "tasks=any", "prefill=interleaved")["prefill"] == "interleaved"
 
 
@@ -254,7 +254,7 @@ def test_tasks_and_their_right_answers(tasks, tmp_path, data_dir):
         assert found[name]["gold_ce"] == pytest.approx(-np.mean([score for score, _ in scores]), rel=1e-5), name
     assert evaluate(run, "limit=5", *argv, "num_fewshot=1")["tasks"] != found
     with pytest.raises(UserError, match="a task generates text, or scores whole documents"):
-        evaluate_tasks(model, tokenizer, EvalConfig(**{**tasks, "tasks": "write"}))
+        evaluate_harness(model, tokenizer, EvalConfig(**{**tasks, "tasks": "write"}))
 
 
 def test_the_papers_tasks_are_in_lm_eval():
@@ -323,7 +323,7 @@ def test_what_fails_in_lm_eval_is_one_line(tasks, tmp_path, monkeypatch):
         "task: choose", "task: broken").replace("'{{text}}'", "!function broken.score"))
     keys = dict(batch_size=2, include_path=str(tmp_path))
     with pytest.raises(UserError, match="^tasks=broken: ZeroDivisionError: first$"):
-        evaluate_tasks(model, tokenizer, EvalConfig(tasks="broken", **keys))
+        evaluate_harness(model, tokenizer, EvalConfig(tasks="broken", **keys))
     monkeypatch.setitem(sys.modules, "lm_eval", None)       # an import fails as if it were not installed
     with pytest.raises(UserError, match="^the package lm_eval is missing: pip install lm_eval$"):
-        evaluate_tasks(model, tokenizer, EvalConfig(tasks="piqa", **keys))
+        evaluate_harness(model, tokenizer, EvalConfig(tasks="piqa", **keys))

@@ -283,7 +283,7 @@ def test_a_failure_is_told_and_does_no_harm(url, client, monkeypatch):
 @pytest.mark.parametrize("argv, message", [
     ("{0}/mor {0}/mor", "two runs are named mor"), ("{0}/mor host=", "host= is empty"),
     ("{1} {0}/relaxed exit=static:1", "two runs are named relaxed-without-exits"),
-    ("{0}/mor exit=static:1", "exit and fill are for relaxed"), ("{0}/mor host=my..host", "no name of a host"),
+    ("{0}/mor exit=static:1", "exit= and fill= are for relaxed"), ("{0}/mor fill=propagate", "none of these runs"), ("{0}/mor host=my..host", "no name of a host"),
     ("{0}/mor {3} exit=static:1", "none of these runs is one"),
     ("{0}/mor port={2}", r"in use.*: 'host=127.0.0.1 port=\d+'")])
 def test_what_is_refused(argv, message, folders, tmp_path, monkeypatch):

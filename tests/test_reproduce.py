@@ -149,7 +149,7 @@ def test_the_fingerprint_of_code_is_that_of_every_python():
 def test_a_log_without_the_last_evaluation_is_told(tmp_path, monkeypatch):
     """The disk may have been full when it was logged."""
     run = SimpleNamespace(folder=tmp_path)
-    for name, value in dict(load_checkpoint=lambda path: {"step": 6}, trained_on=lambda run, ckpt: None,
+    for name, value in dict(load_checkpoint=lambda path: {"step": 6}, 
                             made_from=lambda run: {}, made_by=lambda threads: {}).items():
         monkeypatch.setattr(reproduce, name, value)
     (tmp_path / "keys.json").write_text("{}")
@@ -162,7 +162,7 @@ def test_a_log_without_the_last_evaluation_is_told(tmp_path, monkeypatch):
 def test_a_result_has_the_config_file_that_it_was_trained_with(tmp_path, monkeypatch):
     """The file may change while the run trains."""
     run, results = SimpleNamespace(folder=tmp_path, command="c", row={"evaluate": {}}, experiment=SimpleNamespace(picture=[])), []
-    for name, value in dict(load_checkpoint=lambda path: {"step": 6}, trained_on=lambda run, ckpt: None, fingerprint=lambda ckpt: "w",
+    for name, value in dict(load_checkpoint=lambda path: {"step": 6}, fingerprint=lambda ckpt: "w",
                             build_model=lambda ckpt: torch.nn.Linear(1, 1), file_options=lambda run: {"batch_size": 13},
                             append=lambda experiment, line: results.append(line)).items():
         monkeypatch.setattr(reproduce, name, value)
@@ -178,7 +178,7 @@ def test_a_run_that_lost_the_checkpoint_it_continues(tmp_path, monkeypatch):
         monkeypatch.setattr(reproduce, name, value)
     source, folder = tmp_path / "step_3.pt", tmp_path / "r"
     source.write_text("three")
-    run = SimpleNamespace(folder=folder, name="r", start=str(source), arguments=[], needs=[])
+    run = SimpleNamespace(folder=folder, name="r", checkpoint=str(source), arguments=[], needs=[])
     for _ in range(2):
         reproduce.start(run)
         assert (folder / "ckpt.pt").read_text() == "three"
@@ -209,7 +209,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "python", lambda *command, **more: calls.append(command[-1]))
     monkeypatch.setattr(reproduce, "file_options", lambda run: config)
     monkeypatch.setattr(reproduce, "made_from", lambda run: made)
-    run, made = SimpleNamespace(folder=tmp_path / "r", name="r", start=None, arguments=[], needs=[]), {"model": "a"}
+    run, made = SimpleNamespace(folder=tmp_path / "r", name="r", checkpoint=None, arguments=[], needs=[]), {"model": "a"}
     monkeypatch.setattr(reproduce, "made_by", lambda threads: {"commit": "b"})
     reproduce.start(run)
     for changed in config, made:
@@ -219,22 +219,10 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
         changed[max(changed)] = 0.2
         reproduce.start(run)
         assert not (run.folder / "ckpt.pt").exists()
-    made["text"] = None                                 # train.py prepares the text
-    shutil.rmtree(run.folder)
+    made["text"] = "a c"                                # without a checkpoint, all is as it is now
     reproduce.start(run)
-    (run.folder / "ckpt.pt").touch()
-    made["text"] = "a b"
-    monkeypatch.setattr(reproduce, "load_checkpoint", lambda path: {"data": "a b"})
-    reproduce.start(run)
-    assert calls == ["resume=auto"] * 7 and (run.folder / "ckpt.pt").exists()
-    made["text"] = "a c"                                # it is prepared again, from another text
-    reproduce.start(run)
-    assert not (run.folder / "ckpt.pt").exists()
+    assert calls == ["resume=auto"] * 6
     assert json.loads((run.folder / "keys.json").read_text())["made_from"] == {"commit": "b", "model": 0.2, "text": "a c"}
-    (run.folder / "ckpt.pt").touch()
-    run.needs = [run]                                   # an older version did not know what a run starts from
-    reproduce.start(run)
-    assert not (run.folder / "ckpt.pt").exists()
 
 
 def test_a_run_is_finished_after_its_last_evaluation(monkeypatch):

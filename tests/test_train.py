@@ -217,12 +217,13 @@ def test_any_number_of_processes_evaluates(monkeypatch):
     assert device.Processes(TrainConfig(eval_only=True, gradient_accumulation_steps=1, device="cpu")).world == 3
 
 
-@pytest.mark.parametrize("local, told", [("2", "there is no GPU 2 for this process"), ("1", "device=cuda cannot be used: .*not compiled")])
+@pytest.mark.parametrize("local, told", [("2", "there is no GPU 2 for this process"), ("1", "device=cuda cannot be used: ")])
 def test_a_gpu_that_fails_is_not_called_missing(local, told, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", local)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     if torch.cuda.is_available():
         pytest.skip("the second GPU does not fail")
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match=told):
         device.pick_device("cuda", world=3)
 
