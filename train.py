@@ -373,8 +373,8 @@ def restore(run, ckpt):
     now = {**asdict(run.cfg), **asdict(run.model.cfg), "data": run.batches.fingerprint,
            "precision": run.procs.precision}
     was = {**ckpt["config"], **ckpt["model_config"], **ckpt}
-    # What an older checkpoint lacks is not compared. batch_size matters only if an evaluation reads
-    # a part of the text.
+    # An option that an older checkpoint lacks is not compared. batch_size matters only if an
+    # evaluation reads a part of the text.
     partial = run.cfg.eval_batches or run.cfg.exact_batches
     if other := [name for name in MEASURE if name in now and was.get(name, now[name]) != now[name]
                  and (partial or name != "batch_size")]:
