@@ -29,9 +29,9 @@ state of an earlier chunk, and to o, its own state:
 q and k have only G groups of D channels, so that W_in is small. Each is repeated H / G times: head
 h = 0 .. H - 1 reads group h % G. The heads of a group share query and key, but their states k~
 differ, because each of the W channels has a gate of its own. (In attention and swa layers q has H
-heads. Only k and v have groups there, which are the G key/value heads, and head h reads group h //
-(H / G).) After the recurrence, RoPE rotates q_t and each k~ by the number of its own chunk (with
-the default, pos=chunk).
+heads. Only k and v have groups there, which are the G key/value heads, and head h reads group
+h // (H / G).) After the recurrence, RoPE rotates q_t and each k~ by the number of its own chunk
+(with the default, pos=chunk).
 
 With K = 1 this is attention with an output gate, and 1 - g scales its keys and values. With K = T a
 token attends to its own state alone. A softmax over one key gives 1, so that y_t is v~_t, and the

@@ -399,7 +399,6 @@ class SlotContext:
 # and return the next states. before_loops, write_keys or after_loops is None where a model has no
 # use for it.
 
-
 class RelaxedAdapter:
     routed, before_loops, after_loops = False, None, None
 

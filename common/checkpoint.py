@@ -176,7 +176,8 @@ def load_start(start):
         start.resume = "true" if own.exists() else "false"
     if start.resume == "true" or start.eval_only and not start.init_from:
         start.init_from = ""
-        ckpt = {"stamp": stamp(own), **load_checkpoint(own)}
+        before = stamp(own)
+        ckpt = {**load_checkpoint(own), "stamp": before}
         if unread:
             note(f"init_from={unread} is not read, because resume=true goes on from {own}")
         return ckpt

@@ -84,10 +84,9 @@ class Experiment:
     A row is options of train.py, as a text or as `options` of a dict. A dict may also have seeds,
     minutes and evaluate of its own, in the place of the experiment's. In options, {LABEL} stands
     for the folder of the run of the row LABEL with the same seed, and that row must come earlier.
-    from={LABEL}/step_N.pt, which is no option of train.py, goes
-    on from a checkpoint that keep_interval= has kept. With a grid, such as the learning rates of a
-    search, each row becomes as many rows as the grid has points: "ROW, POINT" has the options of
-    both.
+    from={LABEL}/step_N.pt, which is no option of train.py, goes on from a checkpoint that
+    keep_interval= has kept. With a grid, such as the learning rates of a search, each row becomes
+    as many rows as the grid has points: "ROW, POINT" has the options of both.
 
     A column is a title and what stands below it. This is `options` (the row's options), a value and
     its format, such as `val_bpb .3f`, or `text`. Below `text` a row shows words of its own: its
@@ -122,6 +121,7 @@ class Experiment:
     def __post_init__(self):
         if self.tier not in TIERS:
             raise ValueError(f"tier must be one of {', '.join(TIERS)}, and not {self.tier!r}")
+        self.unit = "GPU" if self.tier == "gpu" else "core"     # of the times that are told
         if not isinstance(self.bench, list):
             raise ValueError("bench must be a list of arguments of lab.bench")
         own = {"options": "", "seeds": self.seeds, "minutes": self.minutes,
@@ -572,7 +572,6 @@ def rounded(values):
     return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.7g}"))
 
 
-
 # ---- tables and pictures ----
 
 def look_up(result, name):
@@ -640,7 +639,7 @@ def how_made(experiment, lines):
     said, seeds = [], sorted({row["seeds"] for row in experiment.rows.values()})
     if seconds := [line["seconds"] for line in lines if "seconds" in line]:
         said = [f"{len(seconds)} run{'s' * (len(seconds) > 1)}, {duration(sum(seconds) / 60)} of "
-                f"a {'GPU' if experiment.tier == 'gpu' else 'core'}",
+                f"a {experiment.unit}",
                 "one seed" if seeds == [1] else
                 f"mean ± standard deviation of {' or '.join(map(str, seeds))} seeds"]
     # Machines are lists, such as "CPU, torch 2.13.0". Each part of them is named once.
@@ -759,8 +758,7 @@ def show(experiment, runs):
     left = list(calls.values()).count(None)
     minutes = sum(run.row["minutes"] for run in rest) + left * BENCH_MINUTES
     print(f"{experiment.tier:5} {experiment.name:17} {len(runs) - len(rest):3} of {len(runs):3} "
-          f"runs done, {duration(minutes):>10} of a "
-          f"{'GPU' if experiment.tier == 'gpu' else 'core'} left"
+          f"runs done, {duration(minutes):>10} of a {experiment.unit} left"
           + f", {left} of {len(calls)} benchmarks left" * bool(left) + f": {experiment.title}")
     for run in runs:
         if run.seed == 1 and not (HERE / config_path(run)).exists():
