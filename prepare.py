@@ -522,7 +522,9 @@ def prepare(cfg) -> Path:
 def prepare_missing(cfg):
     """Prepare the data set of cfg, the options of a run, if it is missing and its texts are local
     files."""
-    local = cfg.dataset in ("python", *HELD_OUT) or cfg.dataset.startswith("file:")
+    kind, _, path = cfg.dataset.partition(":")
+    local = (cfg.dataset in ("python", *HELD_OUT) or kind == "file"
+             or kind == "hf" and os.path.exists(os.path.expanduser(path)))
     if local and not data_folder(cfg).exists():
         prepare(PrepareConfig(dataset=cfg.dataset, tokenizer=cfg.tokenizer, data_dir=cfg.data_dir))
 

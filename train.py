@@ -47,7 +47,7 @@ from common.checkpoint import (build_model, check_tokenizer, fingerprint, load_s
                                read_log, save_checkpoint, stamp)
 from common.data import TextBatches, bits_per_byte, is_task, open_data
 from common.device import Processes, compiles, device_name, stop_request
-from common.log import Log, in_words
+from common.log import OWN_NAMES, Log, in_words
 from common.options import (TrainConfig, UserError, as_command, asks_help, config_file, first_line,
                             help_text, is_inside, lacks_memory, lock, merge, model_module, note,
                             read_text, run_cli, say, split_args)
@@ -164,6 +164,9 @@ def forward_backward(run):
             values["sequence_accuracy"] = right_rows / all_rows
         for key, value in values.items():
             logged[key] = logged.get(key, 0.0) + value
+    if taken := OWN_NAMES & logged.keys():
+        raise UserError(f"the model's forward returns {min(taken)!r}, which is a name that the log "
+                        f"has already: the value needs another one")
     return logged
 
 

@@ -49,13 +49,18 @@ def sync_folder(folder):
 def save_checkpoint(path, state):
     """Write the state, which is tensors and plain values, and behind it the SHA-256 of its bytes.
     The file is complete at every moment, because a temporary file is flushed to the disk and then
-    takes its place in one move. Raise UserError if the disk refuses. The file is then as
-    before."""
+    takes its place in one move. Raise UserError if the disk refuses, or if the state holds
+    anything else. The file is then as before."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "w+b") as f:
             torch.save(state, f)
+            f.seek(0)
+            # load_checkpoint would refuse any other type, because to read it would run code.
+            if others := torch.serialization.get_unsafe_globals_in_checkpoint(f):
+                raise RuntimeError(f"the state holds a {others[0]}, and may hold nothing but "
+                                   "tensors and plain values")
             f.seek(0)
             f.write(hashlib.file_digest(f, "sha256").digest())  # file_digest reads to the end
             f.flush()

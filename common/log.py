@@ -14,6 +14,9 @@ from common.data import bits_per_byte
 from common.device import gpu_peaks
 from common.options import note, replace_file, say
 
+# The log's own names, which no value of a model may have
+OWN_NAMES = {"step", "tokens", "flops", "seconds", "tokens_per_second", "mfu", "bpb", "lr",
+             "grad_norm"}
 SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
 
 

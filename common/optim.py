@@ -8,6 +8,7 @@ set_budget turns max_flops= into max_steps.
 """
 import bisect
 import math
+from functools import partial
 
 import torch
 
@@ -29,12 +30,13 @@ STACK = 2 ** 26     # the most numbers in one stack of Muon, because a step hold
 
 
 def make_optimizers(model, cfg):
-    """Return the optimizers of all groups: AdamW, Muon or both."""
-    groups, optimizers = parameter_groups(model, cfg), []
-    for name, cls, extra in (("adamw", torch.optim.AdamW, {"fused": True}), ("muon", Muon, {})):
-        if mine := [group for group in groups if group["optimizer"] == name]:
-            optimizers.append(cls(mine, **extra))
-    return optimizers
+    """Return the optimizers of all groups: AdamW, Muon or both. An optimizer of your own has its
+    name in TrainConfig.optimizer and its class here. It keeps its numbers in state[p], as torch's
+    do, and not in its groups, because a resumed run sets the groups anew."""
+    classes = {"adamw": partial(torch.optim.AdamW, fused=True), "muon": Muon}
+    groups = parameter_groups(model, cfg)
+    return [classes[name]([group for group in groups if group["optimizer"] == name])
+            for name in sorted({group["optimizer"] for group in groups})]
 
 
 def load_optimizers(optimizers, states, step, cfg):
@@ -43,8 +45,8 @@ def load_optimizers(optimizers, states, step, cfg):
     taken, so that a checkpoint that is saved before the next step equals the loaded one, bit for
     bit."""
     settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
-    sizes = lambda groups: [len(group["params"]) for group in groups]
-    if [*map(sizes, settings)] != [sizes(state["param_groups"]) for state in states]:
+    kinds = lambda groups: [(group["optimizer"], len(group["params"])) for group in groups]
+    if [*map(kinds, settings)] != [kinds(state["param_groups"]) for state in states]:
         raise UserError("resume: the checkpoint was made with another optimizer, has other groups "
                         "of parameters, or was exported without its optimizers: init_from= takes "
                         "its weights")
@@ -60,8 +62,8 @@ def load_optimizers(optimizers, states, step, cfg):
 # ---- groups of parameters ----
 
 def parameter_groups(model, cfg):
-    """Return the groups of parameters, each a dict of its settings. "optimizer" is "adamw" or
-    "muon". "peak_lr" and "peak_decay" are the learning rate and the weight decay that the schedules
+    """Return the groups of parameters, each a dict of its settings. "optimizer" is the name of the
+    class that trains the group (make_optimizers). "peak_lr" and "peak_decay" are the learning rate and the weight decay that the schedules
     scale."""
     nanochat = cfg.optimizer == "muon" and getattr(model, "nanochat_rates", False)
     groups = nanochat_groups(model, cfg) if nanochat else common_groups(model, cfg)
@@ -77,14 +79,15 @@ def common_groups(model, cfg):
     """Return the groups of a model for which nanochat's are not used. Weight decay applies to
     parameters of two or more dimensions: matrices, embeddings, and Relaxed's stacked deltas. It
     does not apply to vectors and numbers."""
-    kinds = by_kind(model)
-    muon = kinds.pop("matrix", []) if cfg.optimizer == "muon" else []
+    kinds, with_muon = by_kind(model), cfg.optimizer == "muon"
+    muon = kinds.pop("matrix", []) if with_muon else []
     rest = [p for params in kinds.values() for p in params]
-    adamw = dict(optimizer="adamw", lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2))
+    other = dict(optimizer="adamw" if with_muon else cfg.optimizer, lr=cfg.learning_rate,
+                 betas=(cfg.beta1, cfg.beta2))
     return [dict(optimizer="muon", params=muon, lr=cfg.muon_learning_rate,
                  momentum=MOMENTUM, weight_decay=cfg.weight_decay),
-            dict(adamw, params=[p for p in rest if p.dim() > 1], weight_decay=cfg.weight_decay),
-            dict(adamw, params=[p for p in rest if p.dim() < 2], weight_decay=0.0)]
+            dict(other, params=[p for p in rest if p.dim() > 1], weight_decay=cfg.weight_decay),
+            dict(other, params=[p for p in rest if p.dim() < 2], weight_decay=0.0)]
 
 
 def nanochat_groups(model, cfg):
@@ -213,7 +216,7 @@ def set_schedules(group, step, cfg):
     group["lr"] = group["peak_lr"] * lr_factor(step, cfg)
     if cfg.decay_schedule == "linear":
         group["weight_decay"] = group["peak_decay"] * (1 - step / cfg.max_steps)
-    if "momentum" in group and cfg.muon_momentum_steps:
+    if group["optimizer"] == "muon" and cfg.muon_momentum_steps:
         rise = min(1.0, step / cfg.muon_momentum_steps)
         group["momentum"] = 0.85 + rise * (MOMENTUM - 0.85)
 

@@ -361,6 +361,9 @@ def model_module(name):
         raise UserError(f"{module.__file__} is not a model file: it needs a dataclass Config with "
                         f"block_size, vocab_size, fast and a default for each field, and a torch "
                         f"module Model with flops_per_token")
+    if taken := {*names(TrainConfig)} & {*names(config)}:
+        raise UserError(f"{module.__file__}: {min(taken)} is an option of train.py, so that a field "
+                        f"of Config needs another name")
     for option, kind in typing.get_type_hints(config).items():
         if option in names(config) and kind not in (int, float, bool, str):
             raise UserError(f"{module.__file__}: the type of {option} must be int, float, bool or "
@@ -649,7 +652,8 @@ def checked(values, given, ckpt):
         new = getattr(model, field_name)
         if new != old and field_name not in not_in_weights(ckpt):
             raise UserError(f"{field_name}={new} does not fit the checkpoint, whose model has "
-                            f"{field_name}={old}")
+                            f"{field_name}={old} (NOT_IN_WEIGHTS of its Config lists the options "
+                            f"that may change)")
     if cfg.resume != "true" and not cfg.eval_only and not Path(cfg.config).exists():
         note(f"there is no {cfg.config}: this is dataset={cfg.dataset} tokenizer={cfg.tokenizer} "
              f"optimizer={cfg.optimizer} max_steps={cfg.max_steps}, and other options that are not "

@@ -73,7 +73,7 @@ def sharded_like(optimizer, state):
     moments = {}
     for i, values in state["state"].items():
         p = parameters[i]
-        # A moment has the parameter's shape. AdamW's `step` has not.
+        # A moment has the parameter's shape. AdamW's `step` has not, and a plain number has none.
         moments[i] = {name: distribute_tensor(x.to(p.device), p.device_mesh, p.placements)
-                      if x.shape == p.shape else x for name, x in values.items()}
+                      if getattr(x, "shape", None) == p.shape else x for name, x in values.items()}
     return {**state, "state": moments}

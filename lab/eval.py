@@ -204,7 +204,7 @@ def evaluate_text(model, run, cfg, ckpt):
     inputs = [windows.cut(data, starts)[0].to(model.wte.weight.device) for starts in some]
     if getattr(model.cfg, "exit_loop", 0):
         result["agreement"] = agreement(model, inputs)
-    if getattr(model.cfg, "router", "") == "expert":
+    if getattr(model.cfg, "router", "") == "expert" and hasattr(model, "states"):
         result["scores"] = router_scores(model, inputs)
     return result
 

@@ -10,7 +10,7 @@ from torch import nn
 import runs
 import train
 from common import checkpoint, log, optim
-from common.options import TrainConfig
+from common.options import TrainConfig, UserError
 from conftest import MODELS, ROOT, python, tiny
 from model_gpt import RMSNorm
 from lab.bench import Counting
@@ -114,6 +114,34 @@ def test_a_matrix_may_be_kept_from_muon():
     muon = {id(p) for g in groups if g["optimizer"] == "muon" for p in g["params"]}
     assert [id(block.attn.wk.weight) in muon for block in model.blocks] == [False, False]
     assert all(id(block.attn.wq.weight) in muon for block in model.blocks)
+
+
+def test_an_optimizer_of_a_fork():
+    """No group is left to AdamW, or to no optimizer at all, and moments of another optimizer are refused."""
+    model, cfg = tiny("gpt"), TrainConfig()
+    adamw = optim.make_optimizers(model, cfg)
+    cfg.optimizer = "lion"
+    assert {group["optimizer"] for group in optim.parameter_groups(model, cfg)} == {"lion"}
+    with pytest.raises(KeyError, match="lion"):
+        optim.make_optimizers(model, cfg)
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in adamw]
+    optim.load_optimizers(adamw, states, 1, TrainConfig())
+    for group in adamw[0].param_groups:
+        group["optimizer"] = "lion"
+    with pytest.raises(UserError, match="made with another optimizer"):
+        optim.load_optimizers(adamw, states, 1, cfg)
+
+
+def test_a_value_with_a_name_of_the_log_is_refused(tmp_path, data_dir, monkeypatch):
+    """OWN_NAMES has all names of a line but those of the model and of mfu, which a GPU's lines have."""
+    run = setup("gpt", tmp_path, data_dir, "max_steps=1", "log_interval=1")
+    monkeypatch.setattr(run.log, "peak", 1.0)
+    train.train(run)
+    (line,) = [row for row in checkpoint.read_log(run.folder / "log.jsonl") if "lr" in row]
+    assert {*line} == {"ce", *log.OWN_NAMES}
+    monkeypatch.setattr(run, "forward", lambda x, y: (None, run.model(x, y)[1], {"step": torch.ones(())}))
+    with pytest.raises(UserError, match="returns 'step', which is a name that the log has already"):
+        train.forward_backward(run)
 
 
 @models

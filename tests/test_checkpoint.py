@@ -9,6 +9,7 @@ import resource
 import signal
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 
@@ -266,6 +267,14 @@ def test_a_run_stops_if_another_saves_in_its_folder(resumed, other_saves, tmp_pa
         runs.run(*keys, "resume=auto")
     unlock(tmp_path / "r")
     assert checkpoint.load_checkpoint(tmp_path / "r")["step"] == (99 if other_saves else 6)
+
+
+def test_a_state_that_could_not_be_read_is_not_written(tmp_path):
+    checkpoint.save_checkpoint(tmp_path / "x.pt", {"step": 1})
+    before = (tmp_path / "x.pt").read_bytes()
+    with pytest.raises(UserError, match="x.pt: the state holds a numpy.*scalar, and may hold nothing but .* untouched"):
+        checkpoint.save_checkpoint(tmp_path / "x.pt", {"step": 2, "scale": np.sqrt(2.0)})
+    assert (tmp_path / "x.pt").read_bytes() == before and [*tmp_path.iterdir()] == [tmp_path / "x.pt"]
 
 
 def test_full_disk_leaves_the_last_checkpoint(tmp_path, data_dir, monkeypatch):

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import prepare
 import runs
 import train
-from common.options import UserError
+from common.options import TrainConfig, UserError
 from conftest import ROOT, python
 from common import data, options
 from common.data import load_data
@@ -461,6 +461,8 @@ def test_local_data_sets(tmp_path, monkeypatch):
         folder = make(tmp_path, dataset=dataset, split="test" if n == 0 else "train", name=str(n))
         assert sorted(docs_of(folder)) == sorted(docs)
         assert load_data(folder)["val"].meta["skipped"] == (dataset != "hf:rows.csv")   # an empty cell is an empty text
+    prepare.prepare_missing(TrainConfig(dataset="hf:rows.csv", data_dir=str(tmp_path / "made")))     # as train.py does
+    assert sorted(docs_of(tmp_path / "made/hf-rows.csv-byte")) == sorted(docs)
     for dataset, message in {"hf:text": "nor a hub name", "hf:text:rows.csv": "nor a hub name",  # it would read more
                              "hf:": "unknown dataset", "hf:[a].parquet": "0 documents of UTF-8 text, 32 others",
                              "file:rows.csv": "is a table: dataset=hf:PATH", "file:*.jsonl": "is a table",

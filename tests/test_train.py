@@ -554,13 +554,13 @@ CONFIG = "from model_gpt import Model, dataclass\nimport model_gpt\n@dataclass\n
     "class Config: pass", "from model_gpt import Config", "Config = 5\nfrom model_gpt import Model",
     "from model_gpt import Model, dataclass\n@dataclass\nclass Config:\n    block_size: int = 1",
     CONFIG.replace("@dataclass\n", "") + "n: int = 1", "from model_gpt import Config, nn\nclass Model(nn.Module):\n    pass",
-    CONFIG + "cap: float | None = None", CONFIG + "widths: tuple = (1, 2)"])
+    CONFIG + "cap: float | None = None", CONFIG + "widths: tuple = (1, 2)", CONFIG + "beta1: float = 0.5"])
 def test_a_file_that_is_no_model(text, tmp_path, monkeypatch):
-    """Without the refusal it might train, and its checkpoint could not be read."""
+    """Without the refusal it might train, and its checkpoint could not be read, or beta1= would also set AdamW's."""
     (tmp_path / "model_broken.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "model_broken", raising=False)
-    no_option = ": the type of (cap|widths) must be int, float, bool or str"
+    no_option = ": (the type of (cap|widths) must be int, float, bool or str|beta1 is an option of train.py)"
     no_model = " is not a model file: it needs a dataclass Config with block_size"
     with pytest.raises(UserError, match="model_broken.py" + (no_option if text.startswith(CONFIG) else no_model)):
         merge({"model": "broken"}, checkpoint.load_start)
