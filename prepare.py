@@ -5,6 +5,7 @@ val.bin and meta.json.
     python prepare.py                                # the standard library's source, as bytes
     python prepare.py dataset=file:book.txt tokenizer=char
     python prepare.py 'dataset=file:notes/*.md' tokenizer=bpe:2048 name=notes
+    python prepare.py dataset=file:train.txt val=file:valid.txt name=mine tokenizer=bpe:2048
     python prepare.py dataset=hf:HuggingFaceFW/fineweb-edu:sample-10BT tokenizer=gpt2 \\
         max_tokens=1_000_000_000
 
@@ -24,9 +25,10 @@ tokenizer  byte              256 byte values; vocabulary 257
 A row of a table is a document, and so is a text file. A document goes to val if its SHA-256, as a
 fraction of 2^256, is below val_fraction, so that it stays in its split when others come or go.
 Where that would leave a split empty, as it does with a single document, the end of each document
-goes to val. End-of-text follows every document, unless there is only one. If the name of each table
-in a folder names a split, the tables of split= are read, and otherwise all tables. A note names the
-files of other kinds, which are not read. Documents that are not UTF-8 text are skipped and counted.
+goes to val. With val=, all documents of dataset= go to train, and those that val= names to val.
+End-of-text follows every document, unless there is only one. If the name of each table in a folder
+names a split, the tables of split= are read, and otherwise all tables. A note names the files of
+other kinds, which are not read. Documents that are not UTF-8 text are skipped and counted.
 
 dataset=packages has the same bytes on every machine, because its packages are pinned and the text
 of each is checked by its SHA-256. Identical files are read once. The validation text is that of
@@ -53,8 +55,8 @@ import tempfile
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import chain, islice, product
 from operator import itemgetter
@@ -80,6 +82,7 @@ class PrepareConfig:
     data_dir: str = "data"  # where the data set's folder is made
     name: str = ""  # name of that folder, if not <dataset>-<tokenizer>
     val_fraction: float = 0.1  # fraction of the documents that is kept for validation
+    val: str = ""  # validation text of its own: file:PATH, hf:..., or a split of dataset=hf:...
     text_column: str = "text"  # the column of hf: that holds the text
     split: str = "train"  # the split of hf: that is read
     max_tokens: int = 0  # stop at so many tokens of train and val together (0: all)
@@ -345,6 +348,21 @@ class Corpus:
                     return
 
 
+class TwoSources(Corpus):
+    """The documents of two sources. Those of `train` are the split train, and those of `val` are
+    the split val. val comes first, because train may be a stream without an end."""
+
+    def __init__(self, train, val):
+        def texts():
+            for self.now, source in (("val", val), ("train", train)):
+                yield from source()
+        super().__init__(texts, 0)
+        self.cut = False
+
+    def split(self, text):
+        return self.now     # the split of the source that texts reads
+
+
 class Packages(Corpus):
     """The documents of dataset=packages, or of packages-tune. A split is whole packages. The
     documents are in the order of their SHA-256, so that max_tokens takes some of every package."""
@@ -419,13 +437,16 @@ def leave_out_repeated(paths, dtype, tokenizer):
 def write_dataset(folder, cfg) -> dict:
     """Make `folder` with the token files and meta.json. Return the meta."""
     folder.mkdir()
-    files, others = source_files(cfg.dataset, cfg.split)
-    if others:
+    parts = sources(cfg)
+    found = [source_files(part.dataset, part.split) for part in parts]
+    files = [f for of_part, _ in found for f in of_part]
+    if others := sorted({f for _, rest in found for f in rest} - {*files}):
         rest = f" and {len(others) - 5:,} more" * (len(others) > 5)
         note(f"{cfg.dataset}: not read: {', '.join(others[:5])}{rest}")
     source = fingerprint(files)
+    texts = [partial(documents, part, of_part) for part, (of_part, _) in zip(parts, found)]
     corpus = (Packages(cfg.dataset) if cfg.dataset in HELD_OUT else
-              Corpus(lambda: documents(cfg, files), cfg.val_fraction))
+              TwoSources(*texts) if cfg.val else Corpus(*texts, cfg.val_fraction))
     tokenizer = build_tokenizer(cfg, corpus, files)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     room = room_of(cfg)
@@ -447,6 +468,13 @@ def write_dataset(folder, cfg) -> dict:
     return meta
 
 
+def sources(cfg) -> list:
+    """Return the options of each source of a data set: cfg itself, and with val= a copy whose
+    dataset= and split= name the validation text."""
+    own = {"dataset": cfg.val} if ":" in cfg.val else {"split": cfg.val}
+    return [cfg, replace(cfg, **own)] if cfg.val else [cfg]
+
+
 def room_of(cfg) -> dict:
     """Return how many tokens a split may have at most."""
     most = cfg.max_tokens or 1 << 62
@@ -456,7 +484,7 @@ def room_of(cfg) -> dict:
 
 def settings(cfg) -> dict:
     """Return the options that decide the content of a data set. Its meta.json records them."""
-    names = "dataset", "val_fraction", "text_column", "split", "max_tokens"
+    names = "dataset", "val_fraction", "val", "text_column", "split", "max_tokens"
     return {"tokenizer_name": cfg.tokenizer, **{name: getattr(cfg, name) for name in names}}
 
 
@@ -479,11 +507,14 @@ def tell_changes(folder, meta):
     """Print a note if the local files that a data set was made from have changed. There is no note
     if none of them is there any more."""
     source, dataset = meta.get("source"), str(meta.get("dataset"))
+    was = PrepareConfig(dataset=dataset, split=meta.get("split"), val=meta.get("val", ""))
     with contextlib.suppress(UserError, OSError):
-        now = fingerprint(source_files(dataset, meta.get("split"))[0])
+        now = fingerprint([f for part in sources(was)
+                           for f in source_files(part.dataset, part.split)[0]])
         changed = [f for f in now if isinstance(source, dict) and now[f] != source.get(f)]
         if changed:
-            note(f"{dataset} has another {', '.join(changed)} than when {folder} was made from it: "
+            name = f"{dataset} or its val=" if was.val else dataset
+            note(f"{name} has another {', '.join(changed)} than when {folder} was made from it: "
                  f"prepare.py with the same options and overwrite=true reads it again")
 
 
@@ -535,6 +566,12 @@ def check_settings(cfg):
                         "bpe:SIZE, gpt2, hf:PATH_OR_NAME")
     if not 0 < cfg.val_fraction < 1:
         raise UserError(f"val_fraction must be above 0 and below 1, and not {cfg.val_fraction}")
+    if cfg.val and not cfg.name:
+        raise UserError("val= needs name=NAME, because the folder's name would not tell val=")
+    split = cfg.dataset.startswith("hf:") and ":" not in cfg.val
+    if cfg.val and (cfg.dataset in HELD_OUT or not split and not re.match("file:|hf:", cfg.val)):
+        raise UserError(f"val={cfg.val} is no validation text for dataset={cfg.dataset}: it may be "
+                        "file:PATH, hf:NAME, or a split of dataset=hf:NAME")
     if min(room_of(cfg).values()) < 2:
         raise UserError(f"max_tokens={cfg.max_tokens} with val_fraction={cfg.val_fraction} leaves "
                         "fewer than 2 tokens to a split (max_tokens=0 takes all)")
@@ -556,7 +593,9 @@ def already_there(folder, cfg) -> bool:
     for split in data.values():
         split.check()
     meta = data["train"].meta
-    made = [f"{k}={meta.get(k)!r:.60}" for k, v in settings(cfg).items() if meta.get(k) != v]
+    # An older meta.json has no val.
+    made = [f"{k}={meta.get(k, '')!r:.60}" for k, v in settings(cfg).items()
+            if meta.get(k, "") != v]
     if made:
         raise UserError(f"{folder} was made with {', '.join(made)}: overwrite=true replaces it, "
                         "name=... makes another")

@@ -63,8 +63,8 @@ def load_optimizers(optimizers, states, step, cfg):
 
 def parameter_groups(model, cfg):
     """Return the groups of parameters, each a dict of its settings. "optimizer" is the name of the
-    class that trains the group (make_optimizers). "peak_lr" and "peak_decay" are the learning rate and the weight decay that the schedules
-    scale."""
+    class that trains the group (make_optimizers). "peak_lr" and "peak_decay" are the learning rate
+    and the weight decay that the schedules scale."""
     nanochat = cfg.optimizer == "muon" and getattr(model, "nanochat_rates", False)
     groups = nanochat_groups(model, cfg) if nanochat else common_groups(model, cfg)
     groups = [dict(g, peak_lr=g["lr"], peak_decay=g["weight_decay"])

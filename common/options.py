@@ -362,8 +362,8 @@ def model_module(name):
                         f"block_size, vocab_size, fast and a default for each field, and a torch "
                         f"module Model with flops_per_token")
     if taken := {*names(TrainConfig)} & {*names(config)}:
-        raise UserError(f"{module.__file__}: {min(taken)} is an option of train.py, so that a field "
-                        f"of Config needs another name")
+        raise UserError(f"{module.__file__}: {min(taken)} is an option of train.py, so that "
+                        f"the field needs another name")
     for option, kind in typing.get_type_hints(config).items():
         if option in names(config) and kind not in (int, float, bool, str):
             raise UserError(f"{module.__file__}: the type of {option} must be int, float, bool or "

@@ -505,6 +505,32 @@ def test_a_folder_is_all_of_its_tables_or_a_split(tmp_path):
     assert read_rows(f"hf:{tmp_path}/d") == (["crash-test"], ["README.md", "crash-train.jsonl", "notes.txt"])
 
 
+def test_a_validation_text_of_its_own(tmp_path, capsys):
+    """It is a file, or a split of the tables. All of dataset= is train then, and no document is cut."""
+    pytest.importorskip("datasets")
+    texts = {part: [f"{part} {i}" for i in range(n)] for part, n in {"train": 5, "validation": 3}.items()}
+    inputs = tmp_path / "in"
+    inputs.mkdir()
+    for part, rows in texts.items():
+        (inputs / f"{part}.txt").write_text(rows[0])
+        (inputs / f"{part}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    files = dict(dataset=f"file:{inputs}/train.txt", val=f"file:{inputs}/validation.txt", name="files")
+    for keys, n in (files, 1), (dict(dataset=f"hf:{inputs}", val="validation", name="tables"), 9):
+        folder = make(tmp_path, **keys)
+        assert docs_of(folder, "train") == texts["train"][:n] and docs_of(folder, "val") == texts["validation"][:n]
+        capsys.readouterr()
+        prepare.tell_changes(folder, load_data(folder)["val"].meta)
+        assert make(tmp_path, **keys) == folder and "note" not in capsys.readouterr().out
+    (inputs / "validation.txt").write_text("")
+    prepare.tell_changes(tmp_path / "data/files", load_data(tmp_path / "data/files")["val"].meta)
+    assert "train.txt or its val= has another size, date, content than when" in capsys.readouterr().out
+    for more, message in {("val", ""): "was made with val='file:", ("name", ""): "val= needs name=NAME",
+                          ("val", "test"): "val=test is no validation text for dataset=file", ("overwrite", True): "fewer than 2 tokens",
+                          ("dataset", "packages"): "no validation text for dataset=packages"}.items():
+        with pytest.raises(UserError, match=message):
+            make(tmp_path, **files | dict([more]))
+
+
 def test_a_stream_of_the_hub_is_left_early(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
 
