@@ -509,6 +509,24 @@ def test_a_control_is_its_model_but_for_one_thing(name, keys, off, is_base):
     assert (model(idx)[0] - plain(idx)[0]).abs().max() < 1e-10
 
 
+def test_a_random_router_chooses_as_many_tokens_as_a_learned_one():
+    """Its choice does not depend on the tokens, and it is the same in each evaluation. All else is MoR."""
+    router, mor = importlib.import_module("model_random_router"), importlib.import_module("model_mor")
+    cfg = router.Config(block_size=600, vocab_size=11, n_head=2, n_embd=8)
+    model, x, y = router.Model(cfg).eval(), *torch.randint(11, (2, 4, 600))
+    depths = lambda x: [value for name, value in model(x, y)[2].items() if name.startswith("depth")]
+    assert depths(x) == depths(y) == pytest.approx([1 / 3] * 3, abs=0.04)
+    model.train()
+    assert depths(x) == pytest.approx([1 / 3] * 3, abs=0.01)    # by top k
+    assert not torch.equal(model(x)[0], model(x)[0])
+    plain = mor.Model(mor.Config(**{f.name: getattr(cfg, f.name) for f in dataclasses.fields(mor.Config)}))
+    plain.load_state_dict(model.state_dict(), strict=False)
+    plain.routers = model.routers
+    assert torch.equal(plain.eval()(x)[0], model.eval()(x)[0])
+    with pytest.raises(ValueError, match="needs router=expert"):
+        router.Config(router="token")
+
+
 def test_the_lstm_reads_earlier_tokens_alone():
     lstm = importlib.import_module("model_lstm")
     model = move(lstm.Model(lstm.Config(block_size=9, vocab_size=11, n_layer=2, n_head=2, n_embd=8)).double().eval(), 0.5)
