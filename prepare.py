@@ -25,7 +25,8 @@ tokenizer  byte              256 byte values; vocabulary 257
 A row of a table is a document, and so is a text file. A document goes to val if its SHA-256, as a
 fraction of 2^256, is below val_fraction, so that it stays in its split when others come or go.
 Where that would leave a split empty, as it does with a single document, the end of each document
-goes to val. With val=, all documents of dataset= go to train, and those that val= names to val.
+goes to val. With val=, all documents of dataset= go to train, and those that val= names to val
+(val=hf:NAME has the split of split=, and with max_tokens= val gets at most val_fraction of them).
 End-of-text follows every document, unless there is only one. If the name of each table in a folder
 names a split, the tables of split= are read, and otherwise all tables. A note names the files of
 other kinds, which are not read. Documents that are not UTF-8 text are skipped and counted.
@@ -58,7 +59,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
-from itertools import chain, islice, product
+from itertools import chain, islice, product, takewhile
 from operator import itemgetter
 from pathlib import Path
 
@@ -218,7 +219,7 @@ def rows(cfg, files):
             for row in builder.as_streaming_dataset(split).select_columns([cfg.text_column]):
                 yield row[cfg.text_column]
     except Exception as e:  # the library, the hub or the network has failed
-        raise UserError(f"cannot read {cfg.dataset} (text_column={cfg.text_column}): "
+        raise UserError(f"cannot read {cfg.dataset} (prepare.py text_column={cfg.text_column}): "
                         f"{type(e).__name__}: {first_line(e)}") from None
 
 
@@ -310,13 +311,14 @@ class Corpus:
     def __iter__(self):
         """Yield the text of each document that is not empty. Documents that are no text are skipped
         and counted, such as a number, or half of a surrogate pair, which JSON can write."""
-        self.skipped = 0
+        self.skipped, found = 0, False
         for text in self.texts():
             if not isinstance(text, str) or SURROGATE.search(text):
                 self.skipped += 1
-                if self.skipped == 1000 and not self.seen:     # a stream may have no end
+                if self.skipped == 1000 and not found:      # a stream may have no end
                     raise UserError("1,000 documents, and none is text: is text_column= right?")
-            elif text := text.removeprefix("\ufeff"):           # a byte order mark
+            elif text := text.removeprefix("\ufeff"):        # a byte order mark
+                found = True
                 yield text
 
     def split(self, text):
@@ -350,14 +352,15 @@ class Corpus:
 
 class TwoSources(Corpus):
     """The documents of two sources. Those of `train` are the split train, and those of `val` are
-    the split val. val comes first, because train may be a stream without an end."""
+    the split val. A source is read until its split has no room, because it may have no end."""
 
-    def __init__(self, train, val):
+    def __init__(self, train, val, room):
+        """`room` is what encode counts down."""
         def texts():
-            for self.now, source in (("val", val), ("train", train)):
-                yield from source()
-        super().__init__(texts, 0)
-        self.cut = False
+            for self.now, source in (("train", train), ("val", val)):
+                yield from takewhile(lambda _: room[self.now], source())
+        self.texts, self.fraction, self.cut = texts, 0, False
+        self.seen = 2       # there are several documents, so that end-of-text follows each
 
     def split(self, text):
         return self.now     # the split of the source that texts reads
@@ -383,7 +386,8 @@ class Packages(Corpus):
 
 # ---- writing ----
 
-def build_tokenizer(cfg, corpus, files):
+def build_tokenizer(cfg, corpus, streamed):
+    """Return the tokenizer that cfg names. `streamed` says whether a source is a stream."""
     kind, _, rest = cfg.tokenizer.partition(":")
     if kind == "byte":
         return ByteTokenizer()
@@ -394,7 +398,7 @@ def build_tokenizer(cfg, corpus, files):
         return hf_tokenizer(rest)
     if kind == "bpe":
         return train_bpe(int(rest), corpus.sample(["train"], SAMPLE_BYTES))
-    limit = SAMPLE_BYTES if cfg.dataset.startswith("hf:") and not files else math.inf
+    limit = SAMPLE_BYTES if streamed else math.inf
     return CharTokenizer(chain.from_iterable(corpus.sample(["train", "val"], limit)))
 
 
@@ -440,16 +444,21 @@ def write_dataset(folder, cfg) -> dict:
     parts = sources(cfg)
     found = [source_files(part.dataset, part.split) for part in parts]
     files = [f for of_part, _ in found for f in of_part]
+    for f, times in Counter(map(os.path.realpath, files)).items():
+        if times > 1 and cfg.val:
+            raise UserError(f"val={cfg.val} reads {f}, which dataset= reads, too")
     if others := sorted({f for _, rest in found for f in rest} - {*files}):
         rest = f" and {len(others) - 5:,} more" * (len(others) > 5)
-        note(f"{cfg.dataset}: not read: {', '.join(others[:5])}{rest}")
+        names = dict.fromkeys(part.dataset for part in parts)
+        note(f"{' and '.join(names)}: not read: {', '.join(others[:5])}{rest}")
     source = fingerprint(files)
     texts = [partial(documents, part, of_part) for part, (of_part, _) in zip(parts, found)]
-    corpus = (Packages(cfg.dataset) if cfg.dataset in HELD_OUT else
-              TwoSources(*texts) if cfg.val else Corpus(*texts, cfg.val_fraction))
-    tokenizer = build_tokenizer(cfg, corpus, files)
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     room = room_of(cfg)
+    corpus = (Packages(cfg.dataset) if cfg.dataset in HELD_OUT else
+              TwoSources(*texts, room) if cfg.val else Corpus(*texts, cfg.val_fraction))
+    streamed = any(part.dataset.startswith("hf:") and not f for part, (f, _) in zip(parts, found))
+    tokenizer = build_tokenizer(cfg, corpus, streamed)
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     paths = {split: folder / f"{split}.bin" for split in room}
     with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
         n_bytes = encode(corpus, tokenizer, dtype, {"train": train, "val": val}, room)
@@ -458,7 +467,11 @@ def write_dataset(folder, cfg) -> dict:
         more["left_out"], n_bytes["val"] = leave_out_repeated(paths, dtype, tokenizer)
     splits = {split: {"tokens": path.stat().st_size // dtype.itemsize, "bytes": n_bytes[split],
                       "sha256": sha256_of(path)} for split, path in paths.items()}
-    if min(of["tokens"] for of in splits.values()) < 2:
+    short = min(splits, key=lambda split: splits[split]["tokens"])
+    if splits[short]["tokens"] < 2 and cfg.val:
+        raise UserError(f"{cfg.val if short == 'val' else cfg.dataset} is empty or too short: "
+                        f"{short} would hold fewer than 2 tokens")
+    if splits[short]["tokens"] < 2:
         raise UserError(f"{cfg.dataset} is empty or too short: {corpus.seen} documents of UTF-8 "
                         f"text, {corpus.skipped} others; a split would hold fewer than 2 tokens")
     meta = {**settings(cfg), "vocab_size": tokenizer.vocab_size,
@@ -572,6 +585,8 @@ def check_settings(cfg):
     if cfg.val and (cfg.dataset in HELD_OUT or not split and not re.match("file:|hf:", cfg.val)):
         raise UserError(f"val={cfg.val} is no validation text for dataset={cfg.dataset}: it may be "
                         "file:PATH, hf:NAME, or a split of dataset=hf:NAME")
+    if len({(part.dataset, part.split) for part in sources(cfg)}) < len(sources(cfg)):
+        raise UserError(f"val={cfg.val} is the text of dataset={cfg.dataset} itself")
     if min(room_of(cfg).values()) < 2:
         raise UserError(f"max_tokens={cfg.max_tokens} with val_fraction={cfg.val_fraction} leaves "
                         "fewer than 2 tokens to a split (max_tokens=0 takes all)")

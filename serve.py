@@ -505,8 +505,8 @@ def adapter_of(model):
     name, adapters = type(model).__module__, {"model_relaxed": RelaxedAdapter,
                                               "model_mor": MoRAdapter}
     if name not in adapters:
-        raise UserError(f"only model_relaxed and model_mor are served, and not a {name}, which "
-                        f"sample.py decodes")
+        raise UserError(f"only model_relaxed and model_mor are served, and not a {name} "
+                        f"(sample.py decodes every model that has a cache)")
     return adapters[name](model)
 
 

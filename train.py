@@ -164,9 +164,6 @@ def forward_backward(run):
             values["sequence_accuracy"] = right_rows / all_rows
         for key, value in values.items():
             logged[key] = logged.get(key, 0.0) + value
-    if taken := OWN_NAMES & logged.keys():
-        raise UserError(f"the model's forward returns {min(taken)!r}, which is a name that the log "
-                        f"has already: the value needs another one")
     return logged
 
 
@@ -176,6 +173,9 @@ def micro_step(run, x, y, weight):
     task, the numbers of right tokens and rows, and otherwise ()."""
     with run.procs.autocast:
         logits, loss, aux = run.forward(x, y)
+        if taken := OWN_NAMES & aux.keys():
+            raise UserError(f"the model logs {min(taken)!r}, which is a name that the log has "
+                            f"already: the value needs another one")
         if run.teacher is not None:
             loss, aux = distil(run.teacher, x, y, logits, loss, aux)
     right = count_right(logits, y) if run.task else ()

@@ -67,7 +67,7 @@ def save_checkpoint(path, state):
             os.fsync(f.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except (OSError, RuntimeError) as e:        # torch wraps a failed write in a RuntimeError
+    except Exception as e:      # torch fails with errors of many kinds
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         reasons = (getattr(error, "strerror", None) for error in (e, e.__context__))

@@ -14,9 +14,9 @@ from common.data import bits_per_byte
 from common.device import gpu_peaks
 from common.options import note, replace_file, say
 
-# The log's own names, which no value of a model may have
+# These are the log's own names. No value of a model may have one of them.
 OWN_NAMES = {"step", "tokens", "flops", "seconds", "tokens_per_second", "mfu", "bpb", "lr",
-             "grad_norm"}
+             "grad_norm", "kd", "token_accuracy", "sequence_accuracy"}
 SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
 
 

@@ -45,7 +45,9 @@ def load_optimizers(optimizers, states, step, cfg):
     taken, so that a checkpoint that is saved before the next step equals the loaded one, bit for
     bit."""
     settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
-    kinds = lambda groups: [(group["optimizer"], len(group["params"])) for group in groups]
+    # "optimizer" was called "kind" in older checkpoints.
+    kinds = lambda groups: [(group.get("optimizer", group.get("kind")), len(group["params"]))
+                            for group in groups]
     if [*map(kinds, settings)] != [kinds(state["param_groups"]) for state in states]:
         raise UserError("resume: the checkpoint was made with another optimizer, has other groups "
                         "of parameters, or was exported without its optimizers: init_from= takes "

@@ -652,8 +652,8 @@ def checked(values, given, ckpt):
         new = getattr(model, field_name)
         if new != old and field_name not in not_in_weights(ckpt):
             raise UserError(f"{field_name}={new} does not fit the checkpoint, whose model has "
-                            f"{field_name}={old} (NOT_IN_WEIGHTS of its Config lists the options "
-                            f"that may change)")
+                            f"{field_name}={old} (fast, dropout, block_size and what "
+                            f"NOT_IN_WEIGHTS of its Config lists may change)")
     if cfg.resume != "true" and not cfg.eval_only and not Path(cfg.config).exists():
         note(f"there is no {cfg.config}: this is dataset={cfg.dataset} tokenizer={cfg.tokenizer} "
              f"optimizer={cfg.optimizer} max_steps={cfg.max_steps}, and other options that are not "

@@ -288,7 +288,7 @@ def test_a_tokenizer_of_the_hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize("function, keys, message", [
     ("tiktoken.get_encoding", {"tokenizer": "gpt2"}, "gpt2 needs a network once"),
     ("urllib.request.urlopen", {"dataset": "shakespeare"}, "use dataset=file:PATH"),
-    ("datasets.load_dataset_builder", {"dataset": "hf:a/b"}, "cannot read hf:a/b .text_column=text.: ConnectionError: no route$"),
+    ("datasets.load_dataset_builder", {"dataset": "hf:a/b"}, "cannot read hf:a/b .prepare.py text_column=text.: ConnectionError: no route$"),
     ("huggingface_hub.snapshot_download", {"tokenizer": "hf:a/b"}, "hf:a/b cannot be used: .*: .*: no route$")])
 def test_no_network(tmp_path, function, keys, message, monkeypatch):
     monkeypatch.setattr(function, Mock(side_effect=ConnectionError("no route\nto host")))
@@ -529,6 +529,11 @@ def test_a_validation_text_of_its_own(tmp_path, capsys):
                           ("dataset", "packages"): "no validation text for dataset=packages"}.items():
         with pytest.raises(UserError, match=message):
             make(tmp_path, **files | dict([more]))
+    for dataset, val in (f"file:{inputs}/train.txt", f"file:{inputs}/*.txt"), (f"hf:{inputs}/train.jsonl", "validation"):
+        with pytest.raises(UserError, match="reads .*/train.(txt|jsonl), which dataset= reads, too"):
+            make(tmp_path, dataset=dataset, val=val, name="new")
+    with pytest.raises(UserError, match="val=train is the text of dataset=hf:a/b itself"):
+        make(tmp_path, dataset="hf:a/b", val="train", name="new")
 
 
 def test_a_stream_of_the_hub_is_left_early(tmp_path, monkeypatch):
@@ -547,6 +552,11 @@ def test_a_stream_of_the_hub_is_left_early(tmp_path, monkeypatch):
     assert [load_data(folder)[s].tokens for s in ("train", "val")] == [90_000, 10_000]
     builder.assert_called_with("owner/name", "config")
     stream.assert_called_with("validation")
+    (tmp_path / "val.txt").write_text("document 0")
+    for val, n in (f"file:{tmp_path}/val.txt", 11), ("other", 100):
+        folder = make(tmp_path, dataset="hf:owner/name", val=val, tokenizer="char", max_tokens=1000, name=f"of_{n}")
+        assert [load_data(folder)[s].tokens for s in ("train", "val")] == [900, n]
+    stream.assert_called_with("other")
 
 
 def test_a_large_vocabulary_is_uint32(tmp_path):

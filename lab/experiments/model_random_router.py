@@ -6,8 +6,8 @@ Recursion r has scores that are uniform from -q to 1 - q, where q = 1 / (R - r +
 k chooses random tokens by them. In evaluation a token takes the recursion iff its score is at least
 0. So k_r / k_{r-1} = 1 - q of the tokens that compete are chosen there, too. As in MoR, the scores
 are also factors in (2.1). In evaluation they depend on nothing but the place of the token in its
-batch, so that a result can be repeated. The model trains and evaluates. It has no cache, so that it
-writes no text.
+batch, so that a result can be repeated. router_arch= has no effect. The model trains and evaluates.
+It has no cache, so that it writes no text.
 """
 from dataclasses import dataclass
 
