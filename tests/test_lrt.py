@@ -198,7 +198,7 @@ def test_the_papers_optimizer(kind):
 def test_schedules_of_the_paper():
     """Momentum grows from 0.85 to 0.95 in 300 steps, and decay falls to zero. (test_train.py has those of rates.)"""
     cfg = muon(muon_momentum_steps=300, decay_schedule="linear", max_steps=1000)
-    group = dict(peak_lr=1, peak_decay=0.8, momentum=0)
+    group = dict(optimizer="muon", peak_lr=1, peak_decay=0.8, momentum=0)
     for step, momentum, decay in (0, 0.85, 0.8), (150, 0.9, 0.68), (300, 0.95, 0.56), (750, 0.95, 0.2):
         optim.set_schedules(group, step, cfg)
         assert (group["momentum"], group["weight_decay"]) == pytest.approx((momentum, decay), rel=1e-12)

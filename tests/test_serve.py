@@ -315,7 +315,7 @@ def test_an_engine_in_bfloat16(run, world, capsys, monkeypatch):
     (lambda: looping(module=model_mor, n_layer=5, kv="share"), {}, "kv=share is not served"),
     *((looping, dict(exit=exit), "static:1 to static:3, confidence:P")
       for exit in ("early", "static:0", "static:4", "static:1.5", "confidence:nan", "confidence:2")),
-    (lambda: model_gpt.Model(model_gpt.Config()), {}, "only model_relaxed and model_mor are served, not a model_gpt")])
+    (lambda: model_gpt.Model(model_gpt.Config()), {}, "only model_relaxed and model_mor are served, and not a model_gpt")])
 def test_what_an_engine_refuses(model, options, message):
     with pytest.raises(UserError, match=message):
         serve.Engine(model(), 1, **options)
