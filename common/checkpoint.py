@@ -59,7 +59,7 @@ def save_checkpoint(path, state):
             f.seek(0)
             # load_checkpoint would refuse any other type, because to read it would run code.
             if others := torch.serialization.get_unsafe_globals_in_checkpoint(f):
-                raise RuntimeError(f"the state holds a {others[0]}, and may hold nothing but "
+                raise RuntimeError(f"the state holds a {min(others)}, and may hold nothing but "
                                    "tensors and plain values")
             f.seek(0)
             f.write(hashlib.file_digest(f, "sha256").digest())  # file_digest reads to the end
