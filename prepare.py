@@ -581,11 +581,12 @@ def check_settings(cfg):
         raise UserError(f"val_fraction must be above 0 and below 1, and not {cfg.val_fraction}")
     if cfg.val and not cfg.name:
         raise UserError("val= needs name=NAME, because the folder's name would not tell val=")
-    split = cfg.dataset.startswith("hf:") and ":" not in cfg.val
-    if cfg.val and (cfg.dataset in HELD_OUT or not split and not re.match("file:|hf:", cfg.val)):
+    is_split = cfg.dataset.startswith("hf:") and ":" not in cfg.val
+    is_text = is_split or re.match("file:|hf:", cfg.val)
+    if cfg.val and (cfg.dataset in HELD_OUT or not is_text):
         raise UserError(f"val={cfg.val} is no validation text for dataset={cfg.dataset}: it may be "
                         "file:PATH, hf:NAME, or a split of dataset=hf:NAME")
-    if len({(part.dataset, part.split) for part in sources(cfg)}) < len(sources(cfg)):
+    if cfg.val and cfg.val in (cfg.dataset, cfg.split):
         raise UserError(f"val={cfg.val} is the text of dataset={cfg.dataset} itself")
     if min(room_of(cfg).values()) < 2:
         raise UserError(f"max_tokens={cfg.max_tokens} with val_fraction={cfg.val_fraction} leaves "

@@ -506,7 +506,7 @@ def adapter_of(model):
                                               "model_mor": MoRAdapter}
     if name not in adapters:
         raise UserError(f"only model_relaxed and model_mor are served, and not a {name} "
-                        f"(sample.py decodes every model that has a cache)")
+                        "(sample.py decodes every model that has a cache)")
     return adapters[name](model)
 
 

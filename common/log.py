@@ -14,7 +14,7 @@ from common.data import bits_per_byte
 from common.device import gpu_peaks
 from common.options import note, replace_file, say
 
-# These are the log's own names. No value of a model may have one of them.
+# train.py logs values of its own under these names. No value of a model may have one of them.
 OWN_NAMES = {"step", "tokens", "flops", "seconds", "tokens_per_second", "mfu", "bpb", "lr",
              "grad_norm", "kd", "token_accuracy", "sequence_accuracy"}
 SIGN_OF_LIFE = 30       # seconds between lines on a stderr that is no terminal
