@@ -43,7 +43,7 @@ Usually the context of the call does the first two (Cached, below), and the mode
 LRT, RAT, MoR's later recursions and RT's prefill take these steps in their own way. If a call fails
 after it has begun to write, its cache must be reset (reset(rows) empties rows). By then RAT's
 states and MoR's later caches may include some tokens of the call. In RT and LRT, lengths may
-already count some of them.
+already count some of them, because these models may run the call token by token.
 
 A static call (cache.static = True) is a ragged call with end = max_len. During it the host reads no
 value from the device, and all shapes are the same from call to call. So it can be recorded as a
@@ -179,8 +179,9 @@ class Cached:
 
         class CachedContext(Cached, Context): ...
 
-    Context is model_gpt's, or takes the same arguments (cfg, x, pos, k_pos, in_order). It reads no
-    value of x, so that an uninitialized x is enough. `more` are further arguments of a Context."""
+    Context is model_gpt's, or takes the same arguments (cfg, x, pos, k_pos, in_order). The Context
+    must read no value of x, because x is uninitialized here. `more` are further arguments of a
+    Context."""
 
     def __init__(self, cfg, cache, T, n_valid=None, **more):
         self.cache, self.slots = cache, cache.place(T, n_valid)

@@ -19,8 +19,9 @@ data, because none of the function's Python code runs when it is replayed. If th
 a tensor that it did not make, such as a cache or a gradient, each replay writes to this tensor
 again.
 
-The project records the decode step of every model, the two passes of RT's wavefront and, with
-compile=graph, train.py's forward and backward pass.
+With fast=true the project records the decode step of every model (which is also a step of LRT's
+exact evaluation and prefill), and the two passes of RT's wavefront. With compile=graph it records
+train.py's forward and backward pass.
 """
 import collections
 import functools
@@ -32,7 +33,7 @@ import torch
 
 FREE = collections.defaultdict(list)  # for each device, the streams whose graphs are gone
 SEEN, GRAPHS = set(), {}  # keys that replay has met; key -> Graph, the last used at the end
-MOST = 8                  # replay keeps at most so many graphs, because each of them holds memory
+MOST = 8                  # the most graphs that replay keeps, because each of them holds memory
 
 
 def recordable(x):
@@ -56,9 +57,9 @@ def record(function, generators=()):
     # cuBLAS has one workspace for each stream. torch 2.13 (but not 2.11) frees it when any graph of
     # this stream is gone, although other graphs of the stream still use it. Therefore graphs that
     # exist at the same time are recorded on different streams. torch has 32 streams and hands them
-    # out in turn, so that it would at last hand out one that is in use. FREE prevents this as long
-    # as no more than 32 graphs exist at the same time. It has the streams whose graphs are gone,
-    # and they are taken first.
+    # out in turn. After the last it hands out the first one again, which may still be in use. FREE
+    # prevents this as long as no more than 32 graphs exist at the same time. It has the streams
+    # whose graphs are gone, and they are taken first.
     graph, streams = torch.cuda.CUDAGraph(), FREE[torch.cuda.current_device()]
     stream = streams.pop() if streams else torch.cuda.Stream()
     weakref.finalize(graph, streams.append, stream)
@@ -149,13 +150,14 @@ def decoder(model, cache, then=lambda logits: logits, generators=()):
 
 def stepper(function, cache, generators=(), fast=True):
     """Return step(idx, n_valid=None) -> function(idx, n_valid), a list of tensors. The function
-    decodes idx (B, 1) with this cache. n_valid (B,) says how many real tokens each row has left: at
-    1 or more the row decodes one, and at 0 or less it gets padding (None: each row decodes one). On
-    a GPU the first step is a static call (decoding.py) without a graph, which compiles the kernels.
-    A static call gets n_new (B,) in place of n_valid. It is 1 in a row that decodes a token, and 0
-    in a row that gets padding. It is never None, because an input of a graph must be a tensor. The
-    second step records the static call. The second step and all later ones replay it. Where no step
-    can be recorded, or with fast=False, each is an ordinary call."""
+    decodes idx (B, 1) with this cache. The caller of a step gives n_valid. n_valid (B,) says how
+    many real tokens each row has left: at 1 or more the row decodes one, and at 0 or less it gets
+    padding (None: each row decodes one). On a GPU the first step is a static call (decoding.py)
+    without a graph, which compiles the kernels. A static call gets n_new (B,) in place of n_valid.
+    It is 1 in a row that decodes a token, and 0 in a row that gets padding. It is never None,
+    because an input of a graph must be a tensor. The second step records the static call. The
+    second step and all later ones replay it. Where no step can be recorded, or with fast=False,
+    each is an ordinary call."""
     graph, n_steps = None, 0
 
     def step(idx, n_valid=None):

@@ -55,8 +55,8 @@ state at token 0. The gradient of h0 is dh0 = g_0 d_0.
 A function whose name ends in _naive follows the equations as they are written, and the tests
 compare with it. For (12) to (14) the tests differentiate scan_naive. The plain PyTorch
 implementation is fast code without Triton. There are four operators: attention, its backward pass,
-scan and its backward pass. kernels_triton.py has each of them once more, in Triton. These are the
-functions of a call. Each calls the one to its right. (The plain functions of attention also call
+scan and its backward pass. kernels_triton.py has each of them once more, in Triton. In each row of
+this table a function calls the one to its right. (The plain functions of attention also call
 query_blocks, which cuts the queries into blocks.)
 
     called by                    run_ function         plain function    its helper
@@ -82,9 +82,9 @@ Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 201
 (RAT, whose recurrence is scan's, 2507.04416).
 
 The letters B, T, S, C, H, G and D are those of model_gpt.py. In addition, i is a query and j is a
-key. In the functions of scan, K is the length of a chunk, n is the number of chunks, and a name
-that ends in _n, such as g_n, is a tensor (B, n, K, C). Where a function works on a block of
-queries, T and S count the block's queries and keys.
+key. In the functions of scan, C is any number of channels, K is the length of a chunk, n is the
+number of chunks, and a name that ends in _n, such as g_n, is a tensor (B, n, K, C). Where a
+function works on a block of queries, T and S count the block's queries and keys.
 """
 import functools
 import importlib.util
@@ -126,8 +126,9 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     multiple of G: query head h reads key head h // (H / G). Keys and values must be finite even
     where they are visible to no query.
     q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between -2^29 and 2^29, so that
-    differences with the positions of padding (2^30) fit into int32. None stands for 0, 1, 2, ...
-    So with T < S the queries are the first T tokens, and not the last ones as in model_gpt.attend.
+    differences with 2^30 fit into int32. (The Triton kernels give this position to keys past the
+    end.) None stands for 0, 1, 2, ... So with T < S the queries are the first T tokens, and not the
+    last ones as in model_gpt.attend.
     slopes (H,): ALiBi's. -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores. Slopes get no
     gradient.
     window: an int of at least 1. A query attends to keys at its own position and at the window - 1

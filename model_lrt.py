@@ -66,19 +66,21 @@ of all passes' cross-entropies, and gradients flow through all passes, m and the
 The code computes L_0 + ... + L_{N-1} as N times the mean over all recomputed positions, which is
 the same if all subsets have equally many targets. A token of subset 0 reads a memory of the first
 pass, which was made without any memory. A token of a later subset s reads a memory of subset s - 1.
-So its chain has s + 1 memories, and they belong to the s + 1 tokens right before it. Near the start
-the chain is shorter. With N = 2, the chain of a token of subset 1 has two memories. (The keys and
-values that it attends to have read other memories, whose chains are at most as long.) N = T is the
-chain itself. The paper writes S for N, and finds the same loss with 2, 4 and 8 subsets (section
-4.3).
+So the memory that this token reads depends on s memories before it, and these s + 1 memories
+belong to the s + 1 tokens right before the token. They are the token's part of the chain. Near the
+start it is shorter. With N = 2, this part has two memories for a token of subset 1. (The keys and
+values that the token attends to have read other memories, whose parts of the chain are at most as
+long.) N = T is the chain itself. The paper writes S for N, and finds the same loss with 2, 4 and 8
+subsets (section 4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
 
 There is no chain with memory=false, nor with source=0, where m_t is x0_t and does not depend on
 m_{t-1}. One pass is exact then, and Config refuses the options of an approximation. Training takes
-the path that train_path names, and evaluation takes exact. (In LRT an evaluation has a second loss,
-which `estimate` computes by the training path.) This table says which function of this file runs:
+the path that train_path names, and evaluation takes exact. (If the two paths differ, an evaluation
+has a second loss, which `estimate` computes by the training path.) This table says which function
+of this file runs:
 
     path                                  with a chain                  without one
     exact, fast=true, no gradients        decode_exact, a new cache     all_at_once
@@ -148,9 +150,9 @@ class Config(BaseConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        # The defaults of source, source_norm and swa are written into their fields, because a
-        # trained model must keep its values when block_size changes. So dataclasses.replace keeps
-        # them. Whoever replaces n_layer must set source and source_norm, too.
+        # The defaults of source, source_norm and swa are written into their fields, so that
+        # dataclasses.replace keeps them. A trained model must keep its swa when block_size changes.
+        # Whoever replaces n_layer must set source and source_norm, too.
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
         # At the start attention and MLP add nothing. Where m enters the residual stream, and is
@@ -437,8 +439,8 @@ def decode_pass(model, idx, cache, n_valid):
 
 
 def prefill_interleaved(model, idx, cache, n_valid):
-    """Run the tokens idx (B, T) by Algorithm 1. Put the keys, values and memories that it leaves
-    into an empty cache. Return x (B, T, C)."""
+    """Run the tokens idx (B, T) by Algorithm 1. Put the keys and values that it leaves, and the
+    memory of each row's last token, into an empty cache. Return x (B, T, C)."""
     slots = cache.place(idx.size(1), n_valid)
     x, _, m, buffer = interleaved(model, model.embed(idx, slots.pos))
     for layer, (k, v) in buffer.items():
@@ -590,8 +592,9 @@ class Model(LanguageModel):
     def context_kept(self):
         """Return how many of the last tokens stay where a context is full. It is half of them where
         there is a chain. The exact prefill of a chain is slow and should not run at every token.
-        With prefill=interleaved Algorithm 1 runs the kept tokens again. The tokens after them run
-        exactly, and there are more of these if fewer are kept."""
+        With prefill=interleaved Algorithm 1 runs the kept tokens again, and the tokens after them
+        run exactly. Half is kept then, too, because fewer kept tokens would mean more exact
+        ones."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.has_chain else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):

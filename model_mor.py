@@ -68,7 +68,7 @@ This file differs from the paper or from the authors' code:
 - Gate. In token choice p enters once, as in their code. In the paper it enters at every step.
 - z-loss. In token choice its weight is 1e-5, as in their code. The paper has 1e-3.
 - Attention is tied, as in the paper. In their code it was not before commit 82c97f2.
-- Weights start as model_gpt's.
+- Weights start as model_gpt's. Dropout is on embeddings, attention weights and residual branches.
 - kv=share. Here F_2 .. F_R make keys and values that nobody reads, which takes little
   time and changes no result.
 - Left out are random routers and the capacity warm-up, which is off in their code. Left out is also
@@ -138,7 +138,7 @@ class Config(BlockConfig):
         self.n_outside = 2 if self.share.startswith("middle") else 0  # the first and the last layer
         check(self)
         K = self.n_stored = (self.n_layer - self.n_outside) // self.n_loop
-        # order[layer] is the stored block of an inner layer, see Model
+        # order[layer] is the stored block of an inner layer (a layer of F_1 .. F_R), see Model
         cycle = self.share.endswith("cycle")
         self.order = [i % K if cycle else i // self.n_loop for i in range(self.n_loop * K)]
 
@@ -266,9 +266,10 @@ class Model(LanguageModel):
     def recursion(self, r, h, context, s=None):
         """Return h (B, T, C) after recursion r. The tokens that context.kept marks take it. Their
         new states are F_r(h) or, given scores s (B, T), h + alpha sigmoid(s) F_r(h). The states of
-        all others stay as they are. In a GatheredSubset the kept tokens run alone. In any other
-        context all tokens run, and the results of those that are not kept are dropped. The context
-        is None where no token goes on."""
+        all others stay as they are. In a GatheredSubset only the gathered tokens run, which are
+        the kept ones and those that fill rows up. In any other context all tokens run, and the
+        results of those that are not kept are dropped. The context is None where no token goes
+        on."""
         if context is None:
             return h
         K, gathered = self.cfg.n_stored, isinstance(context, GatheredSubset)
@@ -292,9 +293,9 @@ class Model(LanguageModel):
 
     def forward(self, idx, targets=None, cache=None, n_valid=None):
         """Return what every model returns. If there are targets, a router and no cache, the dict
-        also has, as depth1 .. depthR, the fractions of tokens that took so many recursions, and it
-        has what the router's loss logs. In eval mode with router=expert it also has "ce_topk". In
-        training the router's loss is added to ce."""
+        also has depth1 .. depthR, of which depth2 is the fraction of tokens that took two
+        recursions, and it has what the router's loss logs. In eval mode with router=expert it also
+        has "ce_topk". In training the router's loss is added to ce."""
         cfg = self.cfg
         if targets is None or cfg.router == "none" or cache is not None:
             return super().forward(idx, targets, cache, n_valid)
@@ -358,7 +359,8 @@ class Model(LanguageModel):
 
     @torch.no_grad()
     def end_step(self, logged):
-        """Move the biases against f if balance=loss_free. train.py calls this after each step.
+        """If balance=loss_free, move the bias of a depth down where more than 1 / R of the tokens
+        have this depth, and up where fewer have it. train.py calls this after each step.
         logged has f as depth1 .. depthR, over the tokens of all processes."""
         cfg = self.cfg
         if cfg.router == "token" and cfg.balance == "loss_free":
@@ -411,8 +413,8 @@ class Router(nn.Module):
 class AllTokens(Context):
     """The context of F_1 and of the layers outside, which all tokens take, and of all recursions
     with router=none and kv=recursion. kept (B, T) marks the tokens whose states a recursion
-    changes, which are all tokens here. shared_kv[layer] are the keys and values of a layer that has
-    run. If kv=share, later recursions read those of F_1."""
+    changes, which are all tokens here. shared_kv[layer] are the keys and values of a layer that
+    has run. They are read only if kv=share, where later recursions read those of F_1."""
 
     def __init__(self, cfg, x, *positions):
         super().__init__(cfg, x, *positions)

@@ -17,9 +17,9 @@ c = t // K computes the following, in which q and k are repeated to width W befo
     out_t = x_t + W_o (sigmoid(z_t) * y_t)                                                       (4)
 
 The recurrence starts anew in each chunk: at the first token of a chunk, (2) has 0 in the place of
-k~_{t-1} and v~_{t-1}. The state of the token before is not changed by this, and (3) reads it. So
-token t has c + 1 keys and not t + 1. In this picture K is 4. A query attends to each f, the final
-state of an earlier chunk, and to o, its own state:
+k~_{t-1} and v~_{t-1}. This does not change the last state of the chunk before, which (3) reads as
+a final state. So token t has c + 1 keys and not t + 1. In this picture K is 4. A query attends to
+each f, the final state of an earlier chunk, and to o, its own state:
 
     token       0   1   2   3 | 4   5   6   7 | 8   9  10  11
     query 2             o     |               |
@@ -28,10 +28,8 @@ state of an earlier chunk, and to o, its own state:
 
 q and k have only G groups of D channels, so that W_in is small. Each is repeated H / G times: head
 h = 0 .. H - 1 reads group h % G. The heads of a group share query and key, but their states k~
-differ, because each of the W channels has a gate of its own. (In attention and swa layers q has H
-heads. Only k and v have groups there, which are the G key/value heads, and head h reads group
-h // (H / G).) After the recurrence, RoPE rotates q_t and each k~ by the number of its own chunk
-(with the default, pos=chunk).
+differ, because each of the W channels has a gate of its own. After the recurrence, RoPE rotates
+q_t and each k~ by the number of its own chunk (with the default, pos=chunk).
 
 With K = 1 this is attention with an output gate, and 1 - g scales its keys and values. With K = T a
 token attends to its own state alone. A softmax over one key gives 1, so that y_t is v~_t, and the
@@ -42,9 +40,10 @@ sliding-window attention):
     mixer=attention    a Transformer
     swa=w              in odd layers a token attends to w keys, its own included, with any mixer
 
-Layers count from 0. The paper's window does not count the token itself, so its window of 1,024 is
-swa=1025 here. Dropout is on the embeddings and on both branches of a block. This table says which
-function runs in a layer:
+In attention and swa layers q has H heads. Only k and v have groups there, which are the G
+key/value heads, and head h reads group h // (H / G). Layers count from 0. The paper's window does
+not count the token itself, so its window of 1,024 is swa=1025 here. Dropout is on the embeddings
+and on both branches of a block. This table says which function runs in a layer:
 
     kind of layer     fast=false        fast=true         with a cache
     rat               rat_naive         rat_fast          rat_decode
@@ -73,10 +72,11 @@ head h reads group h % G. This file differs from their code in these points:
 - Left out are the paper's gates of low rank and its reversed design, with attention inside chunks
   and recurrence across them. Both are worse in the paper.
 
-Letters beside those of model_gpt.py: n is the number of complete chunks, and W is H D
-(W_in and W_o are matrices). G counts the groups of q and k in rat layers, and the key/value heads
-in attention and swa layers. The letter c is the number of a chunk, and s in initial_gate_bias is
-the odds of a gate. The letters r, y, z and u have other meanings in other files.
+Letters beside those of model_gpt.py: n is the number of complete chunks (or of the cache's slots,
+in a call with a cache), and W is H D (W_in and W_o are matrices). G counts the groups of q and k in
+rat layers, and the key/value heads in attention and swa layers. The letter c is the number of a
+chunk, and s in initial_gate_bias is the odds of a gate. The letters r, y, z and u have other
+meanings in other files.
 """
 import math
 from dataclasses import dataclass
@@ -328,7 +328,8 @@ class Cache(KVCache):
         k[layer], v[layer]    (B, H or G, n_slots[kind] + 1, D), keys after RoPE; H in rat layers
         state[layer]          k~ (not rotated), v~ of the last token, (B, 2, W); rnn: v~, (B, 1, W)
 
-    The recurrence goes on from state. The cache is for the first n_layer layers (None: for all)."""
+    The recurrence goes on from state. As in KVCache, the cache is for the first n_layer layers
+    (None: for all)."""
 
     def __init__(self, cfg, batch_size, max_len, device, dtype, n_layer=None):
         super().__init__(cfg, batch_size, max_len, device, dtype, n_layer=0)  # no k and v
@@ -421,7 +422,8 @@ def continued_states(g, xs, layer, context, K):
     if context.padding is not None:  # with g = keep = 1 padding keeps a cached state
         g, keep = (x.masked_fill(context.padding[..., None], 1) for x in (g, keep))
     if T == 1:
-        # Because T = 1, dimension 1 can count xs (k and v, or v alone), as in cached.
+        # There is one token, so dimension 1 is free. It counts the members of xs (k and v, or v
+        # alone), as it does in cached.
         cached.copy_(keep * cached + (1 - g) * torch.cat(xs, 1))
         return cached.split(1, 1)
     if cache.longest:

@@ -20,14 +20,14 @@ little (lab/RESULTS.md has what it cost here); from random weights it is only a 
 (1) is the paper's Eq. 3, (2) is part of its Eq. 5, and (3) is its Eq. 4 with a ratio for norms. h_l
 are the states, which are x_l in model_gpt.py, and h_0 are the embeddings. In (2) x is the input of
 any matrix. A block has seven matrices: W_q, W_k, W_v and W_o of attention, and W_gate, W_up and
-W_down of the MLP. (With mlp=gelu there is no W_gate.) All uses of a block share W' and its norms,
-which is what tied means. In (3) each layer l has a layer of the trained model as its source, and
-W_l is the matrix W in it. g_l and g' are the weights of the norms before W_l and W'. No norm stands
-before W_o and W_down, so that they have no ratio. There are no deltas with rank=0, which is the
-Recursive Transformer. If the trained model has L layers, its layer l is the source of layer l. Then
-deltas of full rank by (3) undo the tying, and the converted model computes what the trained one
-does. If the trained model has more layers, L of them, evenly spaced, are the sources. If it has
-fewer, some of them are the source of several layers l.
+W_down of the MLP. (With mlp=gelu there is no W_gate.) All uses of a block share W' and the weights
+of norm1 and norm2, which is what tied means. In (3) each unrolled layer l has a source, which is
+one layer of the trained model, and W_l is the source's matrix. g_l and g' are the weights of the
+norms before W_l and W'. No norm stands before W_o and W_down, so that they have no ratio. There are
+no deltas with rank=0, which is the Recursive Transformer. If the trained model has L layers, its
+layer l is the source of layer l. Then deltas of full rank by (3) undo the tying, and the converted
+model computes what the trained one does. If the trained model has more layers, L of them, evenly
+spaced, are the sources. If it has fewer, some of them are the source of several layers l.
 
 In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
 
@@ -35,10 +35,10 @@ In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
                       same W', norms      same W', norms
     loop 2   h_2 -> [block 0, use 1] -> [block 1, use 1] -> h_4 --norm, head--> logits
 
-In configs/relaxed_tiny.yaml the trained model has 4 layers of 200,704 weights. The smaller model
-has 2 stored blocks of the same size, and each of the 4 uses adds 19,712 weights of deltas at rank
-8. So 0.60 of the weights in blocks remain, and 0.76 of all weights, because embedding and head
-stay. The two commands are:
+In configs/relaxed_tiny.yaml the trained model has 4 layers with matrices of 200,704 weights. The
+smaller model has 2 stored blocks of the same size, and each of the 4 uses adds 19,712 weights of
+deltas at rank 8. So 0.60 of the weights in blocks remain, and 0.76 of all weights, because
+embedding and head stay. The two commands are:
 
     python train.py                                             the source, out/gpt_tiny
     python train.py model=relaxed init_from=out/gpt_tiny        converted, and trained further
@@ -64,9 +64,10 @@ Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sha
 Layer-wise LoRA" (2410.20672). github.com/raymin0223/mixture_of_recursions has a part of its code.
 This file differs from the paper and from that code as follows.
 - (3) The paper has no ratio g_l / g'. Here it is needed, because norms are tied too.
-- (3) init=stepwise. A stored block k > 0 may start from another layer than k, so that (3) gives
-  deltas in the first loop, too. The example in Appendix C sets these to 0. Here they follow (3),
-  because otherwise a conversion at full rank would not give the trained model back.
+- (3) init=stepwise. A stored block k > 0 may start from another layer than k. Then W' is not W_k,
+  so that (3) gives deltas in the first loop, too. The example in Appendix C sets these to 0. Here
+  they follow (3), because otherwise a conversion at full rank would not give the trained model
+  back.
 - (2) The public code scales deltas by alpha / rank. Here deltas have no factor, because a factor
   would break (3).
 - Sharing is the paper's Cycle (k = l mod K) alone. Its Sequence is left out.
@@ -214,9 +215,10 @@ class RelaxedLinear(nn.Module):
     """A matrix W' with a delta B_u A_u for each use u (2).
 
     weight (out, in) is W', a[u] (r, in) is A_u, and b[u] (r, out) is B_u transposed. So the A_u of
-    all uses are one matrix (R r, in), and the transposed B_u of all uses are one (R r, out).
-    init_weights leaves alone what has 3 dimensions, as a and b have, and block_weights counts it
-    once. A fork that changes the delta must change MergedLinear and set_deltas, too."""
+    all uses are one matrix (R r, in), and the transposed B_u of all uses are one (R r, out). a and
+    b have 3 dimensions, so that model_gpt.init_weights does not change them, and
+    Model.block_weights counts them once. A fork that changes the delta must change MergedLinear and
+    set_deltas, too."""
 
     def __init__(self, n_in, n_out, cfg):
         super().__init__()
@@ -288,8 +290,8 @@ def convert(model, weights):
     """Start model from `weights`, the state dict of a model_gpt of any depth.
 
     Each stored block gets tied weights, W' and norms, which are the mean of some trained layers.
-    Then each of its uses gets what is its own, from the trained layer that is its source. These are
-    the deltas by (3) and, if rank > 0, the weights of QK-norm."""
+    Then each of its uses gets what is its own, from the trained layer that is its source. If rank
+    > 0, these are the weights of QK-norm and, with lora_init=svd, the deltas by (3)."""
     cfg, sources = model.cfg, source_layers(weights, model.cfg.n_layer)
     for name, w in weights.items():
         if not name.startswith("blocks."):

@@ -10,7 +10,7 @@ parameters, and the cache is as large as a Transformer's. The price is that a la
 over positions. Training runs the loop forward and then back, because gradients flow through all
 keys and values.
 
-One layer, for positions i = 1 .. T with inputs x_i:
+One layer, for positions i = 1 .. T with inputs x_i (the code counts them from 0):
 
     q_i  = nq(Wq n1(x_i))
     k^_i = nk(Wk n1(x_i))   v^_i = Wv n1(x_i)                       (1)  temporary pair, for i only
@@ -58,13 +58,14 @@ what runs:
     false      any    any        any   Block.at_once
 
 schedule=auto means naive if fast=false. If fast=true, it means wavefront, or tiled where
-kv_norm=false.
+kv_norm=false. With any other schedule, fast only decides whether decoding is recorded as a CUDA
+graph.
 
 The paper and the authors' code (commit a21b42d) differ in places. These are the choices of this
 file, and what it does differently from both:
-- n1, n2. They are RMSNorms as in the paper's text. The configs of the code have LayerNorm.
-- gelu, initial weights. The text does not say which they are. Both are those of the code: gelu is
-  exact, and the weights are as in Model.init_weights.
+- n1, n2. They are RMSNorms as in the paper's text. The authors' configs have LayerNorm.
+- gelu, initial weights. The paper's text does not say which they are. Both are those of the
+  authors' code: gelu is exact, and the weights are as in Model.init_weights.
 - nq, nk. They are left out by default.
 - Scores. ALiBi and the softmax are in float32 even where products are in bfloat16. The
   authors' code adds ALiBi in bfloat16 and keeps a bfloat16 softmax for the backward pass.
@@ -103,7 +104,7 @@ class Config(BaseConfig):
     recurrent: bool = True       # false: a plain Transformer, the baseline
     kv_norm: bool = True         # whether (5) applies n1 to y; false is worse (Appendix E.2)
     schedule: str = choice("auto", "naive", "tiled", "wavefront")   # auto: by fast= and kv_norm=
-    chunk: int = 32              # a chunk of the wavefront has at most so many positions
+    chunk: int = 32              # the most positions of a chunk of the wavefront
     cuda_graphs: bool = True     # on a GPU the wavefront is replayed as a CUDA graph
     tie_embeddings: bool = False    # the head is the embedding matrix
 
@@ -227,10 +228,10 @@ class Block(nn.Module):
 #               time 0  1  2  3
 #            layer 1    c0 c1 c2
 #            layer 0 c0 c1 c2
-# All queries of a chunk attend to the earlier chunks in one call. Only then do the positions of the
-# chunk follow one after the other, and each attends to the positions before it in its own chunk.
-# rt_wavefront.py computes it. It needs kv_norm=true, because it folds the weight of n1 into Wk and
-# Wv, which is right only if (5) has n1.
+# All queries of a chunk attend to their temporary pairs and to the earlier chunks in one call.
+# Only then do the positions of the chunk follow one after the other, and each attends to the
+# positions before it in its own chunk. rt_wavefront.py computes it. It needs kv_norm=true, because
+# it folds the weight of n1 into Wk and Wv, which is right only if (5) has n1.
 #
 # tiled is the paper's Algorithm 1. It relies on (1), which gives all queries of a layer before the
 # loop. After n positions, let t be the largest power of two that divides n. Then the queries
@@ -267,7 +268,7 @@ def tiled(block, x, context):
         ys.append(y_i)
         ks.append(k_i)
         vs.append(v_i)
-        n = i + 1  # so many positions are done
+        n = i + 1  # the number of positions that are done
         t = n & -n  # the largest power of two that divides n
         keys = slice(n - t, n)
         queries = slice(n, n + t)  # the lists end at T, and so do their slices
@@ -288,7 +289,8 @@ def met_temporary(q, k, v):
 
 
 def merge_tile(out, lse, q, k, v, q_pos, k_pos, slopes):
-    """Return out (B, H, t, D) and lse (B, H, t) of t queries after they have met a tile, too.
+    """Return out (B, H, t, D) and lse (B, H, t) of a tile's t queries, in which the keys of the
+    tile are now counted, too. Before that, out and lse count fewer keys.
 
     A softmax can go on from a softmax over fewer keys. The keys that a query has met have together
     the weight e^lse, and out is the weighted mean of their values. So they count as one more key in

@@ -25,11 +25,11 @@ tokenizer  byte              256 byte values; vocabulary 257
 A row of a table is a document, and so is a text file. A document goes to val if its SHA-256, as a
 fraction of 2^256, is below val_fraction, so that it stays in its split when others come or go.
 Where that would leave a split empty, as it does with a single document, the end of each document
-goes to val. With val=, all documents of dataset= go to train, and those that val= names to val
-(val=hf:NAME has the split of split=, and with max_tokens= val gets at most val_fraction of them).
-End-of-text follows every document, unless there is only one. If the name of each table in a folder
-names a split, the tables of split= are read, and otherwise all tables. A note names the files of
-other kinds, which are not read. Documents that are not UTF-8 text are skipped and counted.
+goes to val. With val=, all documents of dataset= go to train, and those that val= names to val (of
+val=hf:NAME the split that split= names is read, and with max_tokens= val gets at most val_fraction
+of them). End-of-text follows every document, unless there is only one. If the name of each table in
+a folder names a split, the tables of split= are read, and otherwise all tables. A note names the
+files of other kinds, which are not read. Documents that are not UTF-8 text are skipped and counted.
 
 dataset=packages has the same bytes on every machine, because its packages are pinned and the text
 of each is checked by its SHA-256. Identical files are read once. The validation text is that of

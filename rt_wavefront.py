@@ -70,8 +70,9 @@ from model_gpt import alibi_slopes, apply_rope, attention_bias, compute_dtype, r
 
 @torch.no_grad()  # autograd has no part in this, because backward_pass is written by hand
 def forward_pass(wave, x, *weights, pairs=None):
-    """Run all layers on x (B, T, C). Return [states], a list because graphs.replay wants one.
-    states[l] (length, B, C) is the input of layer l and the output of layer l - 1.
+    """Run all layers on x (B, T, C). wave is the Wavefront of the call (below), which has its
+    sizes, its tables and the list of its steps. Return [states], a list because graphs.replay wants
+    one. states[l] (length, B, C) is the input of layer l and the output of layer l - 1.
     pairs is a buffer whose first S keys and values are given, and this pass writes the new ones
     behind them. Without it (None) the pairs are kept during this pass only, because the backward
     pass computes them again."""
@@ -187,8 +188,8 @@ class Wavefront:
     def temporary(self, x, w, rope):
         """Return q, k^ and v^ (A, B, H, K, D) of rows x (A, K B, C), as in (1), with the pairs
         repeated for each query head. Return also the NormParts of n1, nq and nk, because the
-        backward pass needs them. (NormParts are the two factors n and r of a norm, see
-        norm_parts.)"""
+        backward pass needs them. (NormParts are a norm's result n and its factor r, with n = x r.
+        See norm_parts.)"""
         x_parts = norm_parts(x, self.cfg.norm_eps)
         H, G, D = self.H, self.G, self.D
         qkv = product(x_parts.n.to(self.dtype), w.qkv)
@@ -220,9 +221,9 @@ class Wavefront:
         return [torch.stack(each) for each in zip(*found)]
 
     def by_position(self, q, out, lse):
-        """Return q / sqrt(D), out and lse, (A, B, H, K, .), as (Z, K, Q, .). At each position the
-        Q queries that share a key head form one matrix (Q, D). So one bmm over Z takes the queries
-        of all heads, sequences and layers."""
+        """Return q / sqrt(D), out and lse, which are (A, B, H, K, .), or (A, B, H, K) for lse, as
+        (Z, K, Q, .). At each position the Q queries that share a key head form one matrix (Q, D).
+        So one bmm over Z takes the queries of all heads, sequences and layers."""
         all_three = q.to(out.dtype) * self.scale, out, lse[..., None]
         shape = (-1, self.H // self.G, self.K)
         return [x.reshape(*shape, x.size(-1)).contiguous().transpose(1, 2) for x in all_three]
@@ -436,8 +437,8 @@ def recompute(wave, x, y, pairs, d_pairs, w, step):
 def reverse_loop(wave, chunk, dy, w):
     """Run (B1) to (B6) from the last position to the first. Return g_low, du, dz and dkv, rows
     (A, K B, .). This also leaves da and delta in chunk.attention. g and dz are in float32 or
-    better. g_low and dz_low are copies of them in the dtype of products, in which du and dkv are,
-    too."""
+    better. g_low and dz_low are copies of them in the dtype of products. du and dkv have this
+    dtype, too."""
     pieces, attention, w_kv = wave.pieces, chunk.attention, w.qkv[:, wave.kv_part]
     ropes, y_parts, z_parts, k_parts = (each_position(tensors, wave.K) for tensors in (
         chunk.rope, chunk.y_parts, chunk.z_parts, chunk.k_parts))
@@ -581,7 +582,7 @@ def rotated_back(d, rope):
 
 
 def qk_norm_backward(rows, weight, parts):
-    """Return the gradient of what nq or nk takes. `rows` is the gradient of what it gives, as
+    """Return the gradient of the input of nq or nk. `rows` is the gradient of its output, as
     rotated_back returns it. Without QK-norm this returns rows."""
     return norm_backward(rows * weight, *parts) if parts else rows
 

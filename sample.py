@@ -1,6 +1,7 @@
 """
 This program continues prompts with a trained model. Its loop, `stream`, serves all models, because
-each model has a cache, a forward pass that uses the cache, and a limit of its context.
+each model has a cache and a forward pass that uses it, and says how long its context may be
+(RAT's may have any length).
 
     python sample.py out/gpt_tiny                           500 tokens, printed as they come
     python sample.py out/gpt_tiny prompt="def main(" temperature=0.7 top_p=0.95
@@ -87,8 +88,8 @@ def check_prompts(prompts, vocab_size):
 # choose a token by decoding.next_tokens.
 
 def prefill(model, cache, rows):
-    """Empty the cache and feed it the rows in one forward pass. A row that is longer than the cache
-    is cropped to its last tokens. Return the logits after each row's last token, (B, V)."""
+    """Empty the cache and feed it the rows in one call of the model. A row that is longer than the
+    cache is cropped to its last tokens. Return the logits after each row's last token, (B, V)."""
     cache.reset()
     rows = [row[-cache.max_len:] for row in rows]
     lengths = [len(row) for row in rows]

@@ -81,8 +81,8 @@ from sample import (Decoding, Sampling, check_finite, check_prompts, read_prompt
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to continue, and its answer so far. If it is decoded, max_new_tokens is at least 1,
-    and the prompt's length and max_new_tokens together are at most the engine's max_len."""
+    """A prompt to continue, and its answer so far. The engine takes only requests whose
+    max_new_tokens is at least 1 and whose prompt and answer together fit into its max_len."""
     prompt: list                    # token ids
     max_new_tokens: int
     id: object = None
@@ -131,7 +131,7 @@ class Slot:
         return self.unfinished[-1].loops
 
     def take(self):
-        """Remove the tokens that run the slot's next loop from unfinished, and return them."""
+        """Remove from `unfinished` the tokens that run the slot's next loop, and return them."""
         n, taken = self.loops_taken(), []
         while self.unfinished and self.loops_taken() == n:
             taken.append(self.unfinished.pop())
@@ -356,7 +356,8 @@ def exit_rule(exit, n_loop):
 
 
 class SlotContext:
-    """The attention context of a call of B rows of T tokens takes the place of model_gpt's Context.
+    """This is the context of a call of B rows of T tokens. It stands in the place of model_gpt's
+    Context.
 
     All tokens of a row belong to one slot and are in the same loop. The number of this loop is the
     argument `loop`. If that is None, it is one more than the number of loops that the tokens have

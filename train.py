@@ -189,8 +189,8 @@ def distil(teacher, x, y, logits, loss, aux):
     that count (Hinton et al. 2015)."""
     counted = y != -1
     with torch.no_grad():
-        p = teacher(x)[0].log_softmax(-1)                       # (B, T, V)
-    kl = (p.exp() * (p - logits.log_softmax(-1))).sum(-1)       # (B, T)
+        log_p = teacher(x)[0].log_softmax(-1)                               # (B, T, V)
+    kl = (log_p.exp() * (log_p - logits.log_softmax(-1))).sum(-1)           # (B, T)
     kd = (kl * counted).sum() / counted.sum().clamp(min=1)
     return loss + kd, {**aux, "kd": kd}
 
@@ -244,7 +244,7 @@ def evaluate(run):
     token. A text also has bits per byte. A task has the fraction of its scored tokens that are
     right, and the fraction of its rows in which all scored tokens are right.
 
-    In eval mode a model computes exactly what it computes when it decodes (but for LRT with
+    In eval mode a model computes the same function as when it decodes (but for LRT with
     prefill=interleaved). A model that has `estimate` (LRT) also estimates the cross-entropy by its
     faster training path. It does so on all batches, and computes the exact figures on exact_batches
     of them. val_gap is the exact cross-entropy minus the estimate, on the batches that have
@@ -301,9 +301,9 @@ MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "
 
 
 def evaluate_and_keep(run):
-    """After each eval_interval steps and after the last step, save the state and evaluate it. After
-    the last evaluation and after each keep_interval steps, save ckpt.pt again, and in the second
-    case then step_N.pt. If the evaluation fails, neither is saved, because the error ends the
+    """After each eval_interval steps and after the last step, save the state and evaluate it.
+    After the last evaluation, save ckpt.pt again. After each keep_interval steps, save ckpt.pt and
+    then step_N.pt. If an evaluation fails, none of these is saved, because the error ends the
     run."""
     def due(interval):
         return run.step > 0 and interval > 0 and run.step % interval == 0

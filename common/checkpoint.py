@@ -171,8 +171,9 @@ def load_run(path, device="cpu", dtype="float32", **overrides):
 def load_start(start):
     """Return the checkpoint that a call of train.py starts from, or None. The TrainConfig `start`
     says which one, and is changed to what is done: resume=auto becomes true or false, and init_from
-    becomes empty if the checkpoint is the run's own. Then the checkpoint has an entry "stamp", by
-    which train.py sees whether another job has saved a newer one before the folder was locked."""
+    becomes empty if the checkpoint is the run's own. In this last case the checkpoint has an entry
+    "stamp", by which train.py sees whether another job has saved a newer one before the folder was
+    locked."""
     own = start.folder / "ckpt.pt"
     unread = start.init_from if start.resume == "true" and not start.eval_only else ""
     if start.eval_only and start.init_from:

@@ -23,8 +23,9 @@ from common.tokenizer import (HUB_NAME, HFTokenizer, byte_signs, check_back, no_
 # ---- weights ----
 
 def from_pretrained(path):
-    """Return a model_gpt from a Llama-family folder (config.json and safetensors) or a hub name, as
-    transformers reads it. A ValueError or a UserError names what model_gpt does not compute."""
+    """Return a model_gpt with the weights that transformers reads from a folder of the Llama
+    family (config.json and safetensors), or from such a model of the hub by its name. A ValueError
+    or a UserError names what model_gpt does not compute."""
     folder = hub_folder(path, ["config.json", "model*.safetensors", "*.index.json"])
     theirs = load_llama(folder)
     gpt = model_module("gpt")

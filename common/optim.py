@@ -117,9 +117,9 @@ def nanochat_groups(model, cfg):
 
 def by_kind(model):
     """Return {kind: parameters}. "matrix" is a matrix in a block. "embedding" is an embedding in a
-    block or any matrix outside of the blocks. "scalar" is any other parameter: a number, a vector
-    or a tensor of three dimensions. The model's parameter_kinds, {part of a parameter's name:
-    kind}, overrides these rules."""
+    block or any matrix outside of the blocks. "scalar" is the kind of all others, which are
+    numbers, vectors and tensors of three dimensions. The model's parameter_kinds, {part of a
+    parameter's name: kind}, overrides these rules."""
     kinds, named = {}, getattr(model, "parameter_kinds", {})
     inside = {id(p) for block in blocks_of(model) for p in block.parameters()}
     inside -= {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -236,9 +236,9 @@ def lr_factor(step, cfg):
 
 
 def loop_starts(model_cfg, max_steps):
-    """Return for each loop of a model's blocks after how many steps it begins to run. The steps are
-    spread evenly over the first loop_warmup * max_steps steps, and no loop begins after the last
-    step. A model without loops counts as one loop."""
+    """Return a list: for each loop of a model's blocks the number of steps after which it begins
+    to run. The steps are spread evenly over the first loop_warmup * max_steps steps, and no loop
+    begins after the last step. A model without loops counts as one loop."""
     R = getattr(model_cfg, "n_loop", 1)
     warmup = getattr(model_cfg, "loop_warmup", 0.0) * max_steps
     return [min(max_steps - 1, math.ceil(warmup * r / max(1, R - 1))) for r in range(R)]

@@ -229,7 +229,7 @@ class Options:
 def typed_config(schema, values):
     """Return an instance of the dataclass `schema` with `values`, which may be text of the command
     line or plain values of a YAML file. Raise UserError if an option is unknown, or if a value has
-    the wrong type or is none of choice()."""
+    the wrong type or is not one of those that choice() allows."""
     kinds, typed = typing.get_type_hints(schema), {}
     allowed = {f.name: f.metadata["allowed"] for f in fields(schema) if "allowed" in f.metadata}
     check_known(values, kinds)

@@ -44,10 +44,11 @@ two pairs:
 
 s3 (6, T 32), s5 (120, T 32). These tasks track a state. Tokens are permutations of 3 or 5 elements,
 numbered as itertools.permutations lists them. A target is the composition of all tokens so far, of
-which the first is applied first. (Attention without absolute positions gives the same after p and
-after p p, because it averages equal values. The two targets differ, unless p is the identity. In
-five of the 36 pairs of first and second token both are the same and not the identity, so that a
-plain Transformer gets at most 31 of 36 rows of s3 wholly right.)
+which the first is applied first. (Attention without absolute positions gives the same output after
+the one token p and after the two tokens p p, because it averages equal values. The two targets
+differ, unless p is the identity. In five of the 36 pairs of first and second token both are the
+same and not the identity, so that a plain Transformer gets at most 31 of 36 rows of s3 wholly
+right.)
     inputs    1  2  2  5
     targets   1  3  1  4
 

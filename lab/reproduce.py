@@ -70,6 +70,7 @@ BENCH_MINUTES = 5               # about what a call of bench.py takes
 AGAINST = " against "           # between a column's format and the row that it is compared with
 # The 97.5 % quantiles of the t distribution by the number of pairs (degrees of freedom plus one).
 QUANTILES = {3: 4.3027, 4: 3.1824, 5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
+TIE = 0.1                       # the widest interval that is called a tie, as RESULTS.md says
 CURVE_POINTS = 60               # about how many points of a run's log its result keeps
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
 STARTED = []                    # the programs that this call has started
@@ -642,10 +643,13 @@ def how_made(experiment, lines):
                 f"a {experiment.unit}",
                 "one seed" if seeds == [1] else
                 f"mean ± standard deviation of {' or '.join(map(str, seeds))} seeds"]
-    # Machines are lists, such as "CPU, torch 2.13.0". Each part of them is named once.
+    # Machines are lists, such as "CPU, torch 2.13.0". Each part of them is named once. Older lines
+    # lack them.
     for key, word in ("commit", "commit "), ("machine", ""), ("cpu", ""):
-        found = ", ".join(line[key] for line in lines if key in line)
-        said += [word + ", ".join(dict.fromkeys(found.split(", ")))] * bool(found)
+        known = [line[key] for line in lines if key in line]
+        parts = dict.fromkeys(", ".join(known).split(", "))
+        few = f" ({len(known)} of {len(lines)} lines)" * (len(known) < len(lines))
+        said += [word + ", ".join(parts) + few] * bool(known)
     return f"`python -m lab.reproduce {experiment.name}`: {'; '.join(said)}"
 
 
@@ -702,14 +706,15 @@ def paired(results, others, name, of_other=None, ratio=False):
 
 
 def interval(values, form, null=0):
-    """Return the text of paired differences, "mean (low to high)", with "tie, " before it where the
-    95 % interval includes `null`. Fewer than three values have no interval."""
+    """Return the text of paired differences, "mean (low to high)". If the 95 % interval includes
+    `null`, "tie, " stands before it, or "undecided, " if the interval is wider than TIE. Fewer than
+    three values have no interval."""
     n, mean = len(values), fmean(values)
     if n < 3:
         return f"{mean:{form}} ({n} seed{'s' * (n > 1)})"
     half = QUANTILES[n] * stdev(values) / math.sqrt(n)
-    tie = "tie, " * (abs(mean - null) <= half)
-    return f"{tie}{mean:{form}} ({mean - half:{form}} to {mean + half:{form}})"
+    word = "" if abs(mean - null) > half else "tie, " if 2 * half <= TIE else "undecided, "
+    return f"{word}{mean:{form}} ({mean - half:{form}} to {mean + half:{form}})"
 
 
 def against(rows, label, what):

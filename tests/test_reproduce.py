@@ -439,14 +439,16 @@ def test_a_panel_has_the_curves_of_its_rows():
 
 def test_paired_differences_and_their_intervals(monkeypatch, capsys):
     """Runs are paired by their seeds. 2 +- 4.3027 / sqrt(3) is the interval of 1, 2 and 3; QUANTILES against the t
-    distribution's integral. What includes 0, or 1 for ratios, is a tie; two seeds have no interval."""
+    distribution's integral. What includes 0, or 1 for ratios, is a tie if it is at most 0.1 wide, or else undecided.
+    Two seeds have no interval."""
     for n, quantile in reproduce.QUANTILES.items():
         x = torch.linspace(0, quantile, 100_001, dtype=torch.float64)
         density = (1 + x ** 2 / (n - 1)) ** (-n / 2) * math.gamma(n / 2) / math.gamma((n - 1) / 2) / math.sqrt(math.pi * (n - 1))
         assert torch.trapezoid(density, x).item() == pytest.approx(0.475, abs=1e-5)
-    assert reproduce.interval([1, 2, 3], ".3f") == "tie, 2.000 (-0.484 to 4.484)"
+    assert reproduce.interval([1, 2, 3], ".3f") == "undecided, 2.000 (-0.484 to 4.484)"
+    assert reproduce.interval([0.01, 0.02, 0.03], ".3f") == "tie, 0.020 (-0.005 to 0.045)"
     assert reproduce.interval([3, 4, 5], ".3f") == "4.000 (1.516 to 6.484)"
-    assert reproduce.interval([3, 4, 5], ".3f", null=2) == "tie, 4.000 (1.516 to 6.484)"
+    assert reproduce.interval([3, 4, 5], ".3f", null=2) == "undecided, 4.000 (1.516 to 6.484)"
     assert reproduce.interval([1, 2], ".1f") == "1.5 (2 seeds)"
     of = lambda seeds, values: [{"seed": seed, "val_bpb": value, "speed": {"ms": value}} for seed, value in zip(seeds, values)]
     rows = {"a": of([1, 2, 3], [5.0, 7.0, 9.0]), "b": of([3, 1, 2], [5.0, 2.0, 3.0]), "c": of([2], [1.0])}
