@@ -294,6 +294,7 @@ def package_text(package) -> list:
 
 class Corpus:
     """A Corpus has the documents of a source in a fixed order, and splits them."""
+    in_turn = False     # whether all documents of train come before those of val
 
     def __init__(self, texts, fraction):
         """A call of texts() begins a new pass over the documents' texts. `fraction` of them goes
@@ -309,13 +310,18 @@ class Corpus:
         self.cut = len(splits) < 2      # one would be empty
 
     def __iter__(self):
-        """Yield the text of each document that is not empty. Documents that are no text are skipped
-        and counted, such as a number, or half of a surrogate pair, which JSON can write."""
-        self.skipped, found = 0, False
-        for text in self.texts():
+        """Yield the text of each document that is not empty."""
+        self.skipped = 0
+        yield from self.only_text(self.texts())
+
+    def only_text(self, documents):
+        """Yield the text of each document of a source that is not empty. Documents that are no text
+        are skipped and counted, such as a number, or a file whose bytes are not UTF-8."""
+        found, before = False, self.skipped
+        for text in documents:
             if not isinstance(text, str) or SURROGATE.search(text):
                 self.skipped += 1
-                if self.skipped == 1000 and not found:      # a stream may have no end
+                if self.skipped - before == 1000 and not found:     # a stream may have no end
                     raise UserError("1,000 documents, and none is text: is text_column= right?")
             elif text := text.removeprefix("\ufeff"):        # a byte order mark
                 found = True
@@ -348,22 +354,28 @@ class Corpus:
                 limit -= len(text.encode())
                 if limit <= 0:
                     return
+            elif self.in_turn:      # train is over, and val may have no end
+                return
 
 
 class TwoSources(Corpus):
     """The documents of two sources. Those of `train` are the split train, and those of `val` are
     the split val. A source is read until its split has no room, because it may have no end."""
+    in_turn = True
 
     def __init__(self, train, val, room):
         """`room` is what encode counts down."""
-        def texts():
-            for self.now, source in (("train", train), ("val", val)):
-                yield from takewhile(lambda _: room[self.now], source())
-        self.texts, self.fraction, self.cut = texts, 0, False
+        self.sources, self.room = (("train", train), ("val", val)), room
+        self.fraction, self.cut = 0, False
         self.seen = 2       # there are several documents, so that end-of-text follows each
 
+    def __iter__(self):
+        self.skipped = 0
+        for self.now, source in self.sources:
+            yield from self.only_text(takewhile(lambda _: self.room[self.now], source()))
+
     def split(self, text):
-        return self.now     # the split of the source that texts reads
+        return self.now     # the split of the source that is being read
 
 
 class Packages(Corpus):
@@ -444,9 +456,9 @@ def write_dataset(folder, cfg) -> dict:
     parts = sources(cfg)
     found = [source_files(part.dataset, part.split) for part in parts]
     files = [f for of_part, _ in found for f in of_part]
-    for f, times in Counter(map(os.path.realpath, files)).items():
-        if times > 1 and cfg.val:
-            raise UserError(f"val={cfg.val} reads {f}, which dataset= reads, too")
+    of_train, *of_val = (set(map(os.path.realpath, of_part)) for of_part, _ in found)
+    for f in sorted(of_train.intersection(*of_val) if of_val else ()):
+        raise UserError(f"val={cfg.val} reads {f}, which dataset= reads, too")
     if others := sorted({f for _, rest in found for f in rest} - {*files}):
         rest = f" and {len(others) - 5:,} more" * (len(others) > 5)
         names = dict.fromkeys(part.dataset for part in parts)
@@ -517,13 +529,16 @@ def fingerprint(files) -> dict:
 
 
 def tell_changes(folder, meta):
-    """Print a note if the local files that a data set was made from have changed. There is no note
-    if none of them is there any more."""
+    """Print a note if the local files that a data set was made from have changed, or if only one of
+    its two sources is there. There is no note if no file is there any more."""
     source, dataset = meta.get("source"), str(meta.get("dataset"))
     was = PrepareConfig(dataset=dataset, split=meta.get("split"), val=meta.get("val", ""))
-    with contextlib.suppress(UserError, OSError):
-        now = fingerprint([f for part in sources(was)
-                           for f in source_files(part.dataset, part.split)[0]])
+    files = []
+    for part in sources(was):
+        with contextlib.suppress(UserError, OSError):
+            files += source_files(part.dataset, part.split)[0]
+    with contextlib.suppress(OSError):
+        now = fingerprint(files)
         changed = [f for f in now if isinstance(source, dict) and now[f] != source.get(f)]
         if changed:
             name = f"{dataset} or its val=" if was.val else dataset
@@ -548,12 +563,12 @@ def prepare(cfg) -> Path:
         folder = folder.resolve()
     try:
         clear_killed(folder)
-        if already_there(folder, cfg):
-            print(f"{folder}: already there (overwrite=true makes it again)")
-            return folder
-        meta = make_folder(folder, cfg)
+        meta = None if already_there(folder, cfg) else make_folder(folder, cfg)
     except OSError as e:
         raise UserError(f"cannot make {folder}: {e}") from None
+    if meta is None:
+        print(f"{folder}: already there (overwrite=true makes it again)")
+        return folder
     made = [f"{s['tokens']:,} tokens ({s['bytes']:,} bytes)" for s in meta["splits"].values()]
     print(f"{folder}: train {made[0]}, val {made[1]}, vocabulary {meta['vocab_size']:,}, "
           f"{meta['skipped']} documents skipped"
@@ -583,7 +598,9 @@ def check_settings(cfg):
         raise UserError("val= needs name=NAME, because the folder's name would not tell val=")
     is_split = cfg.dataset.startswith("hf:") and ":" not in cfg.val
     is_text = is_split or re.match("file:|hf:", cfg.val)
-    if cfg.val and (cfg.dataset in HELD_OUT or not is_text):
+    if cfg.val and cfg.dataset in HELD_OUT:
+        raise UserError(f"dataset={cfg.dataset} has a validation text of its own: leave out val=")
+    if cfg.val and not is_text:
         raise UserError(f"val={cfg.val} is no validation text for dataset={cfg.dataset}: it may be "
                         "file:PATH, hf:NAME, or a split of dataset=hf:NAME")
     if cfg.val and cfg.val in (cfg.dataset, cfg.split):

@@ -413,7 +413,7 @@ def setup(argv):
         check_new(cfg)
         check_graph(cfg, procs)
         batches = open_batches(cfg, model_fields["block_size"], procs.world)
-        if ckpt is not None and not is_task(cfg.dataset):
+        if ckpt is not None:
             check_tokenizer(ckpt, batches.train, cfg.init_from or cfg.folder)
         fit_to_data(cfg, given, batches)
         model = make_model(cfg, model_fields, ckpt, batches.train.vocab_size).to(procs.device)

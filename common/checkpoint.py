@@ -248,7 +248,7 @@ def check_tokenizer(ckpt, data, what):
 @dataclass
 class ExportConfig:
     export: str = ""            # where it goes: NAME.pt, or a folder for Hugging Face's format
-    exit_loop: int = 0          # of relaxed and mor: how many loops (0: all)
+    exit_loop: int = 0          # of relaxed and mor: how many loops (default: the run's; 0: all)
     overwrite: bool = False     # replace the file or folder that is there
 
 
@@ -263,7 +263,7 @@ def main(argv):
                         f"another place with export=")
     if path.exists() and not cfg.overwrite:
         raise UserError(f"{path} exists: overwrite=true replaces it")
-    if cfg.exit_loop:
+    if "exit_loop" in given:
         ckpt["model_config"]["exit_loop"] = cfg.exit_loop
     model = build_model(ckpt).eval()
     if path.suffix == ".pt":

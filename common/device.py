@@ -7,13 +7,12 @@ import contextlib
 import importlib.util
 import os
 import signal
-import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from common.options import UserError, first_line, typed_value
+from common.options import UserError, end_process, first_line, typed_value
 
 
 def pick_device(name, world=1):
@@ -151,7 +150,7 @@ class Processes:
         if any(failed):
             if self.rank == failed.index(1.0):
                 raise error
-            sys.exit(2)
+            end_process(2)
 
     def meet(self):
         """Wait until every process is here."""
@@ -163,11 +162,7 @@ class Processes:
         because the first process may write a sample for longer than a collective may take. The
         caller calls `meet` first."""
         if self.world > 1:
-            # DDP and DTensor's caches keep the group alive, and gloo's threads with it. Python's
-            # shutdown sometimes aborts on these threads (exit status -6). All files are written, so
-            # that the process can end without a shutdown.
-            sys.stdout.flush()
-            os._exit(0)
+            end_process(0)      # all files are written
 
 
 @contextlib.contextmanager

@@ -185,6 +185,7 @@ def evaluate_text(model, run, cfg, ckpt):
     longest = cfg.units[-1] * length
     splits = open_data(run)
     check_tokenizer(ckpt, data := splits["val"], "the model")
+    data.check()
     windows = Windows(data, max(1, cfg.batch_size // cfg.units[-1]), longest)
     batches, found = windows.val_batches(cfg.batches), {}
     means, totals = losses(model, windows, batches, length, cfg.units)
@@ -196,6 +197,7 @@ def evaluate_text(model, run, cfg, ckpt):
     starts = [start for batch in batches for start in batch]
     more = {}
     if not cfg.batches:     # with batches= this would take longer than all else
+        splits["train"].check()
         more["overlap"], clean = clean_losses(totals, starts, longest, splits)
         for k, values in clean.items():
             found[k]["clean"] = values
@@ -361,6 +363,8 @@ def main(argv):
     cfg = config_of(given, **of_run)
     of_model = "block_size", "exit_loop", "prefill"
     changed = {key: getattr(cfg, key) for key in of_model if given.get(key)}
+    if not cfg.block_size:      # as by default
+        changed.pop("block_size", None)
     device = pick_device(cfg.device)
     model = build_model(ckpt, fast=cfg.fast, **changed).to(device).eval()
     run = SimpleNamespace(**{**ckpt["config"], "dataset": cfg.dataset, "data_dir": cfg.data_dir})

@@ -97,7 +97,7 @@ class PageEngine(serve.Engine):
         read = sum(len(choice.prompt) for choice in choices[::asked.n])
         new = sum(len(text["depths"]) for text in texts)
         answer["usage"] = dict(prompt_tokens=read, completion_tokens=new, total_tokens=read + new)
-        if asked.stream_options.get("include_usage"):
+        if asked.stream_options.include_usage:
             yield f"data: {json.dumps({**answer, 'choices': []})}\n\n"
         yield "data: [DONE]\n\n" if asked.stream else answer
 
@@ -141,6 +141,10 @@ app = FastAPI(openapi_url=None, max_body_size=1 << 20, exception_handlers=dict.f
 app.add_route("/", lambda request: responses.FileResponse(HERE / "lab" / "page.html"))
 
 
+class StreamOptions(BaseModel, extra="forbid", strict=True):
+    include_usage: bool | None = None
+
+
 class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """The options of a client's request."""
     prompt: str | list[str] | list[int] | list[list[int]] = ""      # texts, token ids
@@ -153,7 +157,7 @@ class Completion(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     seed: int = Field(default_factory=time.time_ns, ge=-1 << 63, lt=1 << 63)
     stop: str | list[str] = Field("", max_length=1000)
     stream: bool = False
-    stream_options: dict[str, bool | None] = {}     # include_usage
+    stream_options: StreamOptions = StreamOptions()
     user: str = ""                                  # anything
 
     def choices(self, run, client):

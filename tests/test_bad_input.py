@@ -1,5 +1,6 @@
 """Bad input ends a program with status 2. There is exactly one line on stderr, which names the thing, and no traceback.
 Every file stays as it was."""
+import multiprocessing.util
 import os
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common import checkpoint, options
 from lab import bench, eval as evaluation
@@ -15,7 +17,7 @@ import runs
 import sample
 import serve
 import train
-from common.options import TrainConfig, merge
+from common.options import TrainConfig, UserError, merge
 from conftest import ROOT, TORCHRUN, python, snapshot
 
 # the text files of the world, by name
@@ -228,6 +230,19 @@ def test_another_process_has_ended(capfd, monkeypatch):
     for error in RuntimeError("mat1 and mat2 cannot be multiplied"), ZeroDivisionError(), KeyError("x"):
         with pytest.raises(type(error)):
             options.run_cli(lambda argv, error=error: (_ for _ in ()).throw(error))
+
+
+def one_of_several():
+    """Run a call that has bad input, in a process that has met others. A shutdown would call the finalizer."""
+    dist.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
+    multiprocessing.util.Finalize(None, os._exit, [86], exitpriority=1)
+    options.run_cli(lambda argv: (_ for _ in ()).throw(UserError("no data")))
+
+
+def test_one_of_several_processes_ends_without_a_shutdown():
+    child = runs.fork(one_of_several)
+    child.join(60)
+    assert child.exitcode == 2
 
 
 @pytest.mark.full

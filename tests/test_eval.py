@@ -180,6 +180,12 @@ def test_what_is_repeated_from_train_is_told_apart(tmp_path):
         assert found["lengths"][str(k)]["clean"] == {"tokens": y.numel(), "ce": pytest.approx(nats / y.numel(), rel=1e-5),
                                                      "bpb": pytest.approx(nats / math.log(2) / size, rel=1e-5)}
     assert found["clean"] == found["lengths"]["1"]["clean"] and found["clean"]["tokens"] < found["tokens"]
+    assert evaluate(run, "block_size=0", "batches=2") == evaluate(run, "batches=2")
+    for split in "train", "val":
+        with open(folder / f"{split}.bin", "r+b") as file:
+            file.write(b"ab")
+        with pytest.raises(UserError, match=f"{split}.bin is damaged, and meta.json has another SHA-256"):
+            evaluate(run)
 
 
 def test_blanks_at_the_beginning_of_windows_count():

@@ -109,6 +109,8 @@ def test_an_exported_file_is_the_run_without_optimizers(data_dir, tmp_path, caps
         checkpoint.main([str(folder), f"export={folder / 'ckpt.pt'}", "overwrite=true"])
     checkpoint.main([str(folder), f"export={file}", "overwrite=true", "exit_loop=1"])
     assert checkpoint.load_run(file)[0].loops_to_run == 1
+    checkpoint.main([str(file), f"export={tmp_path / 'all.pt'}", "exit_loop=0"])
+    assert checkpoint.load_run(tmp_path / "all.pt")[0].loops_to_run == 2
 
 
 @pytest.mark.parametrize("sizes, dtype, model, keys", [

@@ -189,7 +189,7 @@ BAD = [(b"[" * 100_000, "recursion limit"), (b"\xff", "Invalid JSON"), (b"{", "I
        (b'{"temperature": NaN}', "finite"), ({"prompt": "a", "max_tokens": 1000}, "context 64 tokens"),
        ({"n": "n"}, "n: Input"), ({"n": True}, "n: Input"), ({"prompt": ["a"] * 64, "n": 3}, "at most 128"),
        *(({"prompt": "a", name: value}, f"{name}: ") for name, value in dict(
-           echo=True, logprobs=1, best_of=2, frequency_penalty=1, stop=1, tools=[1]).items())]
+           echo=True, stream_options={"include": True}, logprobs=1, best_of=2, frequency_penalty=1, stop=1, tools=[1]).items())]
 
 
 def test_options_that_ask_for_nothing(url):

@@ -340,6 +340,14 @@ def test_a_document_stays_in_the_split_of_its_hash(texts, fraction):
 def test_a_stream_without_texts_ends():
     with pytest.raises(UserError, match="is text_column= right"):
         prepare.Corpus(lambda: itertools.repeat(5), 0.1)
+    # The validation text may be the one that has none, or the one that has no end.
+    room, val = {"train": 9, "val": 9}, Mock(side_effect=lambda: iter(rows))
+    rows = itertools.repeat(5, 2000)
+    with pytest.raises(UserError, match="is text_column= right"):
+        list(prepare.TwoSources(lambda: ["abc"], val, room))
+    rows = itertools.repeat("x", 2000)
+    assert list(prepare.TwoSources(lambda: ["abc", "d"], val, room).sample(["train"], 1000)) == ["abc", "d"]
+    assert next(rows) and len(list(rows)) == 1998       # one was read
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
@@ -524,14 +532,22 @@ def test_a_validation_text_of_its_own(tmp_path, capsys):
     (inputs / "validation.txt").write_text("")
     prepare.tell_changes(tmp_path / "data/files", load_data(tmp_path / "data/files")["val"].meta)
     assert "train.txt or its val= has another size, date, content than when" in capsys.readouterr().out
+    os.remove(inputs / "validation.txt")
+    prepare.tell_changes(tmp_path / "data/files", load_data(tmp_path / "data/files")["val"].meta)
+    assert "train.txt or its val= has another size, date, content, path than when" in capsys.readouterr().out
+    (inputs / "validation.txt").write_text("")
     for more, message in {("val", ""): "was made with val='file:", ("name", ""): "val= needs name=NAME",
                           ("val", "test"): "val=test is no validation text for dataset=file", ("overwrite", True): "fewer than 2 tokens",
-                          ("dataset", "packages"): "no validation text for dataset=packages"}.items():
+                          ("dataset", "packages"): "dataset=packages has a validation text of its own: leave out val="}.items():
         with pytest.raises(UserError, match=message):
             make(tmp_path, **files | dict([more]))
     for dataset, val in (f"file:{inputs}/train.txt", f"file:{inputs}/*.txt"), (f"hf:{inputs}/train.jsonl", "validation"):
         with pytest.raises(UserError, match="reads .*/train.(txt|jsonl), which dataset= reads, too"):
             make(tmp_path, dataset=dataset, val=val, name="new")
+    (inputs / "link.txt").symlink_to(inputs / "train.txt")      # dataset= may have a text twice
+    (inputs / "other.txt").write_text("other")
+    assert docs_of(make(tmp_path, dataset=f"file:{inputs}/[tl]*.txt", val=f"file:{inputs}/other.txt", name="twice"),
+                   "train") == texts["train"][:1] * 2
     with pytest.raises(UserError, match="val=train is the text of dataset=hf:a/b itself"):
         make(tmp_path, dataset="hf:a/b", val="train", name="new")
 

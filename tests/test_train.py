@@ -253,6 +253,8 @@ def test_weights_of_another_tokenizer_are_refused(tmp_path, data_dir):
     for how in ["resume=true"], ["run=other", f"init_from={run}"], ["run=other", f"teacher={run}"]:
         with pytest.raises(UserError, match="trained with tokenizer char with another vocabulary"):
             train.setup(runs.arguments("gpt", tmp_path, data_dir, *words, "dataset=second", *how))
+    with pytest.raises(UserError, match="trained with tokenizer char, which is not the one of the data set"):
+        train.setup(runs.arguments("gpt", tmp_path, data_dir, "dataset=task:s3", "run=other", f"init_from={run}"))
 
 
 @pytest.mark.parametrize("schedule, factors", [
