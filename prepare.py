@@ -456,9 +456,10 @@ def write_dataset(folder, cfg) -> dict:
     parts = sources(cfg)
     found = [source_files(part.dataset, part.split) for part in parts]
     files = [f for of_part, _ in found for f in of_part]
-    of_train, *of_val = (set(map(os.path.realpath, of_part)) for of_part, _ in found)
-    for f in sorted(of_train.intersection(*of_val) if of_val else ()):
-        raise UserError(f"val={cfg.val} reads {f}, which dataset= reads, too")
+    if cfg.val:
+        of_train, of_val = (set(map(os.path.realpath, of_part)) for of_part, _ in found)
+        if both := sorted(of_train & of_val):
+            raise UserError(f"val={cfg.val} reads {both[0]}, which dataset= reads, too")
     if others := sorted({f for _, rest in found for f in rest} - {*files}):
         rest = f" and {len(others) - 5:,} more" * (len(others) > 5)
         names = dict.fromkeys(part.dataset for part in parts)

@@ -236,9 +236,9 @@ def lr_factor(step, cfg):
 
 
 def loop_starts(model_cfg, max_steps):
-    """Return a list: for each loop of a model's blocks the number of steps after which it begins
-    to run. The steps are spread evenly over the first loop_warmup * max_steps steps, and no loop
-    begins after the last step. A model without loops counts as one loop."""
+    """Return a list that has, for each loop of a model's blocks, the number of steps after which it
+    begins to run. The steps are spread evenly over the first loop_warmup * max_steps steps, and no
+    loop begins after the last step. A model without loops counts as one loop."""
     R = getattr(model_cfg, "n_loop", 1)
     warmup = getattr(model_cfg, "loop_warmup", 0.0) * max_steps
     return [min(max_steps - 1, math.ceil(warmup * r / max(1, R - 1))) for r in range(R)]
