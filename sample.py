@@ -25,6 +25,7 @@ from common.device import pick_device
 from common.options import (Options, UserError, choice, home, read_text, run_cli, split_args,
                             typed_config)
 from decoding import next_tokens
+from model_gpt import upcast
 
 
 @dataclass
@@ -97,8 +98,9 @@ def prefill(model, cache, rows):
     padded = [row + [0] * (max(lengths) - len(row)) for row in rows]
     idx = torch.tensor(padded, device=device)                           # (B, T)
     n = torch.tensor(lengths, device=device)
-    logits, _, _ = model(idx, cache=cache, n_valid=n if min(lengths) < max(lengths) else None)
-    return logits[torch.arange(len(rows), device=device), n - 1]
+    h = model.decode(idx, cache, n if min(lengths) < max(lengths) else None)    # (B, T, C)
+    # The head runs on the last tokens alone, because logits of all tokens may not fit in memory.
+    return upcast(model.head(h[torch.arange(len(rows), device=device), n - 1]))
 
 
 @torch.inference_mode()

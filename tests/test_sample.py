@@ -39,12 +39,21 @@ def test_a_ragged_batch_is_read_as_in_the_docstring_of_stream(monkeypatch):
     model, prompts, read = tiny("gpt", tie_embeddings=False), [[5, 6, 7], [8]], []
     (a, c, d), (b, eot) = (greedy(model, prompt, n) for prompt, n in zip(prompts, (3, 2)))
 
-    def forward(idx, cache, n_valid=None):
+    def read_and_decode(idx, cache, n_valid=None):
         read.append((idx.tolist(), None if n_valid is None else n_valid.tolist()))
-        return type(model).forward(model, idx, cache=cache, n_valid=n_valid)
-    monkeypatch.setattr(model, "forward", forward)
+        return type(model).decode(model, idx, cache, n_valid)
+    monkeypatch.setattr(model, "decode", read_and_decode)
     assert [*sample.stream(model, prompts, 3, temperature=0, eot=eot)] == [[a, b], [c, None], [d, None]]
     assert read == [([[5, 6, 7], [8, 0, 0]], [3, 1]), ([[a], [b]], None), ([[c], [eot]], [1, 0])]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_made_of_one_token_a_row(name):
+    """Logits of all tokens of a long prompt may not fit in memory."""
+    model, seen = tiny(name), []
+    model.head.register_forward_hook(lambda module, args, logits: seen.append(args[0].numel() // args[0].size(-1)))
+    decode(model, [[5, 6, 7], [8]], 3)
+    assert seen == [2, 2, 2]
 
 
 @pytest.mark.parametrize("name", MODELS)
