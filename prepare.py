@@ -464,7 +464,7 @@ def write_dataset(folder, cfg) -> dict:
         rest = f" and {len(others) - 5:,} more" * (len(others) > 5)
         names = dict.fromkeys(part.dataset for part in parts)
         note(f"{' and '.join(names)}: not read: {', '.join(others[:5])}{rest}")
-    source = fingerprint(files)
+    source = identify(files)
     texts = [partial(documents, part, of_part) for part, (of_part, _) in zip(parts, found)]
     room = room_of(cfg)
     corpus = (Packages(cfg.dataset) if cfg.dataset in HELD_OUT else
@@ -514,7 +514,7 @@ def settings(cfg) -> dict:
     return {"tokenizer_name": cfg.tokenizer, **{name: getattr(cfg, name) for name in names}}
 
 
-def fingerprint(files) -> dict:
+def identify(files) -> dict:
     """Return a dict that identifies local files: their size, their latest date, a hash of their
     content, and a hash of their path, because meta.json is to name no path of a machine. If the
     files are large, their sizes and dates stand for their content, because they are not to be read
@@ -539,7 +539,7 @@ def tell_changes(folder, meta):
         with contextlib.suppress(UserError, OSError):
             files += source_files(part.dataset, part.split)[0]
     with contextlib.suppress(OSError):
-        now = fingerprint(files)
+        now = identify(files)
         changed = [f for f in now if isinstance(source, dict) and now[f] != source.get(f)]
         if changed:
             name = f"{dataset} or its val=" if was.val else dataset

@@ -347,7 +347,7 @@ def test_what_a_run_was_made_from(tmp_path, monkeypatch, capsys):
     meta.write_text(split("c"))
     assert told(first, {}) == "1 of these runs were made with another text and version of the model's code (CHANGELOG.md tells what changes results)"
     (tmp_path / "book.txt").write_text("a text")
-    source = prepare.fingerprint([tmp_path / "book.txt"])
+    source = prepare.identify([tmp_path / "book.txt"])
     meta.write_text(json.dumps({**json.loads(split("a")), "dataset": f"file:{tmp_path / 'book.txt'}", "source": source}))
     assert told(None, None) == ""
     (tmp_path / "book.txt").write_text("a text and more")
