@@ -156,7 +156,10 @@ class Muon(torch.optim.Muon):
             if not params:      # all matrices of the group are frozen
                 continue
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-            updates = torch._foreach_lerp(grads, momenta, group["momentum"])   # Nesterov's
+            # This is Nesterov's grads.lerp(momenta, momentum). torch 2.11 has no lerp of sharded
+            # tensors that returns new ones.
+            updates = torch._foreach_mul(momenta, group["momentum"])
+            torch._foreach_add_(updates, grads, alpha=1 - group["momentum"])
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             shapes = {}
             for p, update in zip(params, updates):

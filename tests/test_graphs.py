@@ -116,6 +116,16 @@ def test_fast_false_records_nothing(name, recorded):
     assert not recorded
 
 
+def test_a_model_with_the_hooks_of_fsdp_records_nothing(recorded):
+    """fully_shard gives a model the method unshard (tests/test_fsdp.py). Its hooks are not to be in a graph."""
+    model, x = tiny("gpt"), tokens(2, 8)
+    model.unshard = lambda: None
+    step = graphs.decoder(model, model.init_cache(2, 8))
+    for t in range(3):
+        step(x[:, t:t + 1])
+    assert not recorded
+
+
 def test_a_full_cache_is_an_error_before_the_step(recorded):
     model = tiny("gpt")
     cache = model.init_cache(2, 4)
