@@ -25,7 +25,6 @@ from common.device import pick_device
 from common.options import (Options, UserError, choice, home, read_text, run_cli, split_args,
                             typed_config)
 from decoding import next_tokens
-from model_gpt import upcast
 
 
 @dataclass
@@ -100,7 +99,8 @@ def prefill(model, cache, rows):
     n = torch.tensor(lengths, device=device)
     h = model.decode(idx, cache, n if min(lengths) < max(lengths) else None)    # (B, T, C)
     # The head runs on the last tokens alone, because logits of all tokens may not fit in memory.
-    return upcast(model.head(h[torch.arange(len(rows), device=device), n - 1]))
+    logits = model.head(h[torch.arange(len(rows), device=device), n - 1])       # (B, V)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @torch.inference_mode()
