@@ -565,6 +565,11 @@ def try_micro_step(run):
     before = [buffer.clone() for buffer in run.model.buffers()]
     x, y = (to_device(z, run) for z in run.batches.micro_batch(0, 0))
     micro_step(run, x, y, 1.0)
+    without = [name for name, p in run.model.named_parameters()
+               if p.requires_grad and p.grad is None]
+    if without and getattr(run.forward, "find_unused_parameters", None) is False:
+        raise UserError(f"{without[0]} gets no gradient, and then DistributedDataParallel fails: "
+                        f"set its requires_grad to False, or train with one process")
     clear_gradients(run)
     for buffer, old in zip(run.model.buffers(), before):
         buffer.copy_(old)

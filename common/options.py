@@ -376,6 +376,10 @@ def model_module(name):
     if taken := {*names(TrainConfig)} & {*names(config)}:
         raise UserError(f"{module.__file__}: {min(taken)} is an option of train.py, so that "
                         f"the field needs another name")
+    for f in fields(config):
+        if getattr(config, f.name) != f.default:    # an assignment without a type makes no field
+            raise UserError(f"{module.__file__}: {f.name} of Config has no type, so that its value "
+                            f"would have no effect: write {f.name}: {f.type.__name__} = VALUE")
     for option, kind in typing.get_type_hints(config).items():
         if option in names(config) and kind not in (int, float, bool, str):
             raise UserError(f"{module.__file__}: the type of {option} must be int, float, bool or "
@@ -658,6 +662,12 @@ def checked(values, given, ckpt):
     check_known(chosen(values, of_file), options,
                 f" of config={values.get('config')} for model={name}")
     cfg, model = (typed_config(schema, chosen(values, names(schema))) for schema in schemas)
+    loaded = typed_config(type(model), asdict(model))       # as from a checkpoint
+    for field_name, value in asdict(model).items():
+        if getattr(loaded, field_name) != value:
+            raise UserError(f"model={name}: __post_init__ of its Config makes {field_name}={value} "
+                            f"another value each time, so that a checkpoint would load as another "
+                            f"model")
     if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
         raise UserError("max_flops sets max_steps: give one of the two")
     for field_name, old in ckpt["model_config"].items() if ckpt else ():
@@ -681,6 +691,8 @@ def config_file(given):
     tiny = HERE / "configs" / f"{given.get('model', TrainConfig.model)}_tiny.yaml"
     file = home(given.get("config", str(tiny)))
     yaml = load_yaml(file) if "config" in given or tiny.exists() else {}
+    if "config" in yaml:
+        raise UserError(f"{file} has config=, but a config file cannot name another one")
     return {"run": plain_name(Path(file).stem), **yaml, "config": file}
 
 

@@ -546,6 +546,8 @@ def bench_runs(folders, device, own=BenchConfig()):
     for folder, ckpt in ckpts.items():
         check_tokenizer(ckpt, data, folder)
     T = min(ckpt["model_config"]["block_size"] for ckpt in ckpts.values())
+    if T < 2:
+        raise UserError("block_size=1 is too short: decoding needs at least 2 tokens")
     idx = data.windows(np.linspace(0, data.tokens - T, 16).astype(int), T)
     cases, found = kept(dict(zip(folders, folders)), own.skip), {}
     for mode in training_modes(cfgs[folders[0]], device):

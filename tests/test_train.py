@@ -556,16 +556,46 @@ CONFIG = "from model_gpt import Model, dataclass\nimport model_gpt\n@dataclass\n
     "class Config: pass", "from model_gpt import Config", "Config = 5\nfrom model_gpt import Model",
     "from model_gpt import Model, dataclass\n@dataclass\nclass Config:\n    block_size: int = 1",
     CONFIG.replace("@dataclass\n", "") + "n: int = 1", "from model_gpt import Config, nn\nclass Model(nn.Module):\n    pass",
-    CONFIG + "cap: float | None = None", CONFIG + "widths: tuple = (1, 2)", CONFIG + "beta1: float = 0.5"])
+    CONFIG + "cap: float | None = None", CONFIG + "widths: tuple = (1, 2)", CONFIG + "beta1: float = 0.5", CONFIG + "n_layer = 3"])
 def test_a_file_that_is_no_model(text, tmp_path, monkeypatch):
     """Without the refusal it might train, and its checkpoint could not be read, or beta1= would also set AdamW's."""
     (tmp_path / "model_broken.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "model_broken", raising=False)
-    no_option = ": (the type of (cap|widths) must be int, float, bool or str|beta1 is an option of train.py)"
+    no_option = ": (the type of (cap|widths) must be int, float, bool or str|beta1 is an option of train.py|n_layer of Config has no type)"
     no_model = " is not a model file: it needs a dataclass Config with block_size"
     with pytest.raises(UserError, match="model_broken.py" + (no_option if text.startswith(CONFIG) else no_model)):
         merge({"model": "broken"}, checkpoint.load_start)
+
+
+@pytest.mark.parametrize("text, told", [
+    ("rank: int = None", "rank must be an int"), ("rank: int = 0\n    def __post_init__(self): self.rank += 1", "rank=1")])
+def test_a_config_that_would_be_loaded_as_another(text, told, tmp_path, monkeypatch):
+    (tmp_path / "model_broken.py").write_text(CONFIG + text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "model_broken", raising=False)
+    with pytest.raises(UserError, match=told):
+        merge({"model": "broken"}, checkpoint.load_start)
+
+
+def test_a_config_file_names_no_other(tmp_path):
+    (tmp_path / "mine.yaml").write_text("config: configs/rat_tiny.yaml")
+    with pytest.raises(UserError, match="mine.yaml has config="):
+        merge({"config": f"{tmp_path}/mine.yaml"}, checkpoint.load_start)
+
+
+def test_two_processes_refuse_a_parameter_without_a_gradient(tmp_path, data_dir, monkeypatch):
+    """DistributedDataParallel would fail in the second step, after overwrite=true has removed the older run."""
+    (tmp_path / "model_unused.py").write_text(
+        "import model_gpt, torch\nfrom model_gpt import Config\nclass Model(model_gpt.Model):\n"
+        "    def __init__(self, cfg):\n        super().__init__(cfg)\n        self.extra = torch.nn.Linear(2, 2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    runs.run("gpt", tmp_path, data_dir, "max_steps=1")
+    before = (tmp_path / "r" / "ckpt.pt").read_bytes()
+    argv = runs.arguments("unused", tmp_path, data_dir, "gradient_accumulation_steps=2", "overwrite=true")
+    codes, out = runs.two_ranks(tmp_path, argv)
+    assert codes == [2, 2] and "extra.weight gets no gradient" in "".join(out)
+    assert (tmp_path / "r" / "ckpt.pt").read_bytes() == before
 
 
 def test_the_trial_changes_nothing(tmp_path, data_dir, monkeypatch):
