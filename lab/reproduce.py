@@ -55,9 +55,9 @@ import torch
 
 from common.checkpoint import build_model, fingerprint, load_checkpoint, read_log
 from common.data import data_folder
-from common.options import (HERE, TrainConfig, UserError, asks_help, check_known, first_line,
-                            load_yaml, lock, model_module, names, note, read_json, replace_file,
-                            run_cli, sha256_of, split_args, typed_config)
+from common.options import (HERE, TrainConfig, UserError, asks_help, check_known, check_name,
+                            first_line, load_yaml, lock, model_module, names, note, read_json,
+                            replace_file, run_cli, sha256_of, split_args, typed_config)
 from lab.eval import config_of
 from lab.plot import draw
 from prepare import prepare_missing, tell_changes
@@ -71,6 +71,10 @@ AGAINST = " against "           # between a column's format and the row that it 
 # The 97.5 % quantiles of the t distribution by the number of pairs (degrees of freedom plus one).
 QUANTILES = {3: 4.3027, 4: 3.1824, 5: 2.7764, 6: 2.5706, 7: 2.4469, 8: 2.3646, 9: 2.3060}
 TIE = 0.1                       # the widest interval that is called a tie, as RESULTS.md says
+# What a line of the results has, beside val_ and the names of `evaluate`.
+OF_LINE = {"command", "commit", "changed", "machine", "cpu", "threads", "versions", "text", "model",
+           "start", "keys", "weights", "parameters", "tokens_per_second", "step", "tokens", "flops",
+           "seconds", "evaluate", "curves", "speed", "bins", "seed"}
 CURVE_POINTS = 60               # about how many points of a run's log its result keeps
 APPENDING = threading.Lock()    # one line at a time goes into a file of results
 STARTED = []                    # the programs that this call has started
@@ -123,7 +127,8 @@ class Experiment:
         if self.tier not in TIERS:
             raise ValueError(f"tier must be one of {', '.join(TIERS)}, and not {self.tier!r}")
         self.unit = "GPU" if self.tier == "gpu" else "core"     # of the times that are told
-        if not isinstance(self.bench, list):
+        check_name(self.name)       # because the folders of the runs begin with it
+        if not isinstance(self.bench, list) or not all(isinstance(x, str) for x in self.bench):
             raise ValueError("bench must be a list of arguments of lab.bench")
         own = {"options": "", "seeds": self.seeds, "minutes": self.minutes,
                "evaluate": self.evaluate}
@@ -135,9 +140,18 @@ class Experiment:
         for label, row in self.rows.items():
             if unknown := row.keys() - {*own, *self.columns}:
                 raise ValueError(f"{label} has an unknown field {min(unknown)!r}")
-            if not isinstance(row["evaluate"], dict):
+            for value in (label, row["options"]):
+                if not isinstance(value, str):
+                    raise ValueError(f"row {label!r}: {value!r} must be a text (use quotes)")
+            if (not isinstance(row["evaluate"], dict)
+                    or not all(isinstance(x, str) for x in row["evaluate"].values())):
                 raise ValueError(f"evaluate of {label} must be NAME: options of lab.eval")
-            if row["seeds"] not in range(1, max(QUANTILES) + 1):
+            if taken := [n for n in row["evaluate"] if n in OF_LINE or str(n).startswith("val_")]:
+                raise ValueError(f"evaluate of {label} needs another name than {taken[0]}, which a "
+                                 f"line of the results has already")
+            if type(row["minutes"]) not in (int, float):
+                raise ValueError(f"minutes of {label} must be a number")
+            if type(row["seeds"]) is not int or not 1 <= row["seeds"] <= max(QUANTILES):
                 raise ValueError(f"seeds of {label} must be from 1 to {max(QUANTILES)}")
         for what in self.columns.values():
             value, against, row = what.partition(AGAINST)

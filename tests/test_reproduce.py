@@ -467,6 +467,14 @@ def test_paired_differences_and_their_intervals(monkeypatch, capsys):
         assert line in printed
     with pytest.raises(ValueError, match="seeds of a must be from 1 to 9"):
         reproduce.Experiment("mine", "a trial", "cpu", rows={"a": ""}, seeds=10)
+    for told, change in {"needs another name than text": {"evaluate": {"text": "batches=1"}},
+                         "evaluate of a must be NAME": {"evaluate": {"half": 5}}, "bench must be": {"bench": [5]},
+                         "row 16: 16 must be a text": {"rows": {16: ""}}, "minutes of a must be": {"minutes": "4 min"},
+                         "row 'a': None must be a text": {"rows": {"a": None}}, "seeds of a": {"seeds": 3.0}}.items():
+        with pytest.raises(ValueError, match=told):
+            reproduce.Experiment("mine", "a trial", "cpu", **{"rows": {"a": ""}, **change})
+    with pytest.raises(UserError, match="my exp"):
+        reproduce.Experiment("my exp", "a trial", "cpu")
     with pytest.raises(ValueError, match="against no row"):
         reproduce.Experiment("mine", "a trial", "cpu", rows={"a": ""}, columns={"to b": "val_bpb .2f against b"})
 
