@@ -121,8 +121,7 @@ def text_files(path, endings=TEXT, skip=("__pycache__",)):
     folder = os.path.isdir(path)
     found = list(files_below(path, skip)) if folder else glob.glob(path, recursive=True)
     found = [path] if os.path.isfile(path) else found
-    if not folder:  # a glob with ** may name a file several times
-        found = list({os.path.realpath(f): f for f in found}.values())
+    found = list(dict.fromkeys(found))  # because a glob with ** may name a file several times
     read = [f for f in found if os.path.isfile(f) and (not folder or f.lower().endswith(endings))]
     if not read:
         raise UserError(f"file:{path} is neither a file nor a folder with text files, and none "
