@@ -189,10 +189,9 @@ def split_args(argv, least=0, most=0):
 
 def as_command(program, *options, path=None):
     """Return a command line to copy from the screen. A path that reads like an option is made to
-    begin with ./ there. In another folder than the project's, the program has its whole path."""
-    program = program if os.path.exists(program) else str(HERE / program)
+    begin with ./ there."""
     paths = [f"./{path}" if is_option(str(path)) else str(path)] if path else []
-    return f"python {shlex.join([program, *paths, *options])}"
+    return f"python {program} {shlex.join([*paths, *options])}"
 
 
 def note(text, file=None):
