@@ -379,7 +379,7 @@ def model_module(name):
     for f in fields(config):
         if getattr(config, f.name) != f.default:    # an assignment without a type makes no field
             raise UserError(f"{module.__file__}: {f.name} of Config has no type, so that its value "
-                            f"would have no effect: write {f.name}: {f.type.__name__} = VALUE")
+                            f"would have no effect: write {f.name}: TYPE = VALUE")
     for option, kind in typing.get_type_hints(config).items():
         if option in names(config) and kind not in (int, float, bool, str):
             raise UserError(f"{module.__file__}: the type of {option} must be int, float, bool or "
@@ -665,9 +665,8 @@ def checked(values, given, ckpt):
     loaded = typed_config(type(model), asdict(model))       # as from a checkpoint
     for field_name, value in asdict(model).items():
         if getattr(loaded, field_name) != value:
-            raise UserError(f"model={name}: __post_init__ of its Config makes {field_name}={value} "
-                            f"another value each time, so that a checkpoint would load as another "
-                            f"model")
+            raise UserError(f"model={name}: __post_init__ of its Config would change "
+                            f"{field_name}={value} again when a checkpoint is loaded")
     if cfg.max_flops and {"max_steps", "max_flops"} <= given.keys():
         raise UserError("max_flops sets max_steps: give one of the two")
     for field_name, old in ckpt["model_config"].items() if ckpt else ():
