@@ -356,7 +356,8 @@ def decoding(model, device, T, rows, idx=None, new=NEW, mode="graph"):
         cache.reset()
         # A call takes at most 65,536 tokens, so that it fits in memory.
         for ids in idx[:, :start].split(max(1, 2 ** 16 // rows), 1):
-            model(ids, cache=cache)
+            h = model.decode(ids, cache)
+        model.head(h[:, -1])    # as in sample.prefill, the last tokens alone have logits
 
     def eager(ids):
         model(ids, cache=cache)

@@ -128,8 +128,8 @@ def test_a_graph_trains_and_decodes_as_eager_code(monkeypatch):
     assert all(map(torch.equal, *weights))
     assert bench.training(tiny("mor", router="token"), CPU, cfg, "graph") == {}
     model, seen = tiny("gpt").float(), []
-    forward = model.forward
-    model.forward = lambda idx, **more: seen.append(idx.size(1)) or forward(idx, **more)
+    hidden = model.hidden
+    model.hidden = lambda idx, context: seen.append(idx.size(1)) or hidden(idx, context)
     call = bench.decoding(model, CPU, 100, 3)
     for _ in range(3):
         call.prepare()
@@ -163,8 +163,16 @@ def test_tokens_of_a_prefill(monkeypatch):
         calls.update(made := make("a"))
         return dict.fromkeys(made, {})
     monkeypatch.setattr(bench, "compare", compare)
-    bench.bench_decoding(lambda case: tiny("gpt").float(), {"a": "a"}, 20, torch.device("cpu"), prompts=3)
-    assert [call.tokens for title, call in calls.items() if title.startswith("prefill")] == [3 * 19]
+    models = []
+    make = lambda case: models.append(tiny("gpt").float()) or models[-1]
+    bench.bench_decoding(make, {"a": "a"}, 20, torch.device("cpu"), prompts=3)
+    prefill, = (call for title, call in calls.items() if title.startswith("prefill"))
+    assert prefill.tokens == 3 * 19
+    rows = []   # tokens that have logits in a prefill
+    for model in models:
+        model.head.register_forward_pre_hook(lambda head, args: rows.append(args[0].shape[:-1].numel()))
+    prefill.run()
+    assert rows == [3]
 
 
 def test_a_training_step_is_what_moves_the_weights():
