@@ -5,12 +5,13 @@ To go on with a sequence, a Transformer needs nothing of the earlier tokens but 
 values. A call with a cache therefore runs the new tokens alone. Each layer writes their keys and
 values into slots of the cache and attends to all that are there. In KVCache, slot p of a row holds
 the token at position p. LRT, RAT and MoR have subclasses of it in their files. LRT's also holds a
-memory. RAT's also holds states, and its slots are not positions. MoR's has a further cache for each
-recursion after the first.
+memory. RAT's also holds states, and its slots are not positions. MoR's has a further cache for
+each recursion after the first, if each recursion has keys of its own (kv=recursion).
 
-In the simplest case there is one row. One call brings the four tokens of a prompt, a to d, and
-the next call one more, e. These are the slots after each call (a dot is empty), the positions pos
-of the new tokens, and the number of tokens in the row, lengths:
+In the simplest case there is one row. One call brings the four tokens of a prompt, a to d, and the
+next call one more, e. (A call with several tokens a row, such as the first one, is a prefill.)
+These are the slots after each call (a dot is empty), the positions pos of the new tokens, and the
+number of tokens in the row, lengths:
 
              slot  0  1  2  3  4  5  6  7
      first call    a  b  c  d  .  .  .  .       pos  0  1  2  3      lengths  4

@@ -125,10 +125,10 @@ def attend_by_position(q, k, v, q_pos=None, k_pos=None, slopes=None, window=None
     q (B, H, T, D), k and v (B, G, S, D) may have any strides, and D is at most 256. H is a
     multiple of G: query head h reads key head h // (H / G). Keys and values must be finite even
     where they are visible to no query.
-    q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between -2^29 and 2^29, so that
-    differences with 2^30 fit into int32. (The Triton kernels give this position to keys past the
-    end.) None stands for 0, 1, 2, ... So with T < S the queries are the first T tokens, and not the
-    last ones as in model_gpt.attend.
+    q_pos (T,) or (B, T), k_pos (S,) or (B, S): int32, ascending, between -2^29 and 2^29. (The
+    Triton kernels give the position 2^30 to keys past the end, and differences with it must fit
+    into int32.) None stands for 0, 1, 2, ... So with T < S the queries are the first T tokens, and
+    not the last ones as in model_gpt.attend.
     slopes (H,): ALiBi's. -slopes[h] (q_pos[i] - k_pos[j]) is added to the scores. Slopes get no
     gradient.
     window: an int of at least 1. A query attends to keys at its own position and at the window - 1

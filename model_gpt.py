@@ -75,11 +75,11 @@ class BaseConfig:
     rope_theta: float = 10000.0  # RoPE's base
     norm_eps: float = 1e-5       # RMSNorm's epsilon
 
-    # A subclass has these values unless it makes fields of these names, as Config does below. Here
-    # they are constants of the class and no fields, because they have no annotation. RT has no
-    # option mlp. It takes mlp = "gelu" from here, so that its MLP is 4 n_embd wide by default. In
-    # LRT most of these values say nothing, because it has QK-norm, windows, an MLP and a head of
-    # its own.
+    # The code that all models share reads these names from every Config. A subclass has these
+    # values unless it makes fields of these names, as BlockConfig and Config do below. Here they
+    # are constants of the class and no fields, because they have no annotation. RT has no option
+    # mlp. It takes mlp = "gelu" from here, so that its MLP is 4 n_embd wide by default. In LRT most
+    # of these values say nothing, because it has QK-norm, windows, an MLP and a head of its own.
     pos, window, scale_embeddings, n_mlp, mlp = "rope", 0, False, 0, "gelu"
     qk_norm, tie_embeddings = False, True
 
@@ -190,10 +190,11 @@ class Context:
         """Only the shape (B, T), the dtype and the device of x are read, and no value. (Only MoR's
         subclass reads B.) In a plain pass x are the embeddings (B, T, C). In a call with a cache it
         is an uninitialized tensor (B, T). pos and k_pos are None in a plain pass, in which tokens
-        and keys have the positions 0 .. T - 1. in_order says that the keys are those of all earlier
-        tokens, followed by those of the call's tokens, so that the order of the keys alone gives
-        the mask. has_bias says whether there is a bias. Attention is faster without one. Therefore
-        None, the default, makes a bias only where the causal mask is not enough."""
+        and keys have the positions 0 .. T - 1. in_order says that in each row the keys are those
+        of all earlier tokens, followed by those of the call's tokens, with no empty slot between.
+        The order of the keys alone gives the mask then. It is false where rows may hold different
+        numbers of tokens. has_bias says whether there is a bias. Attention is faster without one.
+        Therefore None, the default, makes a bias only where the causal mask is not enough."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if pos is None:
             k_pos = torch.arange(x.size(1), device=x.device)
@@ -398,8 +399,8 @@ class LanguageModel(nn.Module):
 
     @property
     def context_limit(self):
-        """Return the most tokens that a call or a cache may have. RoPE allows as many as there
-        were in training. None means that there is no limit."""
+        """Return the most tokens that a call or a cache may have. RoPE allows block_size tokens.
+        None means that there is no limit."""
         return self.cfg.block_size if self.cfg.pos == "rope" else None
 
     @property

@@ -65,22 +65,25 @@ of all passes' cross-entropies, and gradients flow through all passes, m and the
 
 The code computes L_0 + ... + L_{N-1} as N times the mean over all recomputed positions, which is
 the same if all subsets have equally many targets. A token of subset 0 reads a memory of the first
-pass, which was made without any memory. A token of a later subset s reads a memory of subset s - 1.
-So the memory that this token reads depends on s memories before it, and these s + 1 memories
-belong to the s + 1 tokens right before the token. They are the token's part of the chain. Near the
-start it is shorter. With N = 2, this part has two memories for a token of subset 1. (The keys and
-values that the token attends to have read other memories, whose parts of the chain are at most as
-long.) N = T is the chain itself. The paper writes S for N, and finds the same loss with 2, 4 and 8
-subsets (section 4.3).
+pass, which was made without any memory. A token of a later subset s reads the memory of the token
+before it, which subset s - 1 has made. This memory depends on the memory one token further back,
+and so on, down to a memory of the first pass. So the token depends on s + 1 memories, which belong
+to the s + 1 tokens right before it. They are the token's part of the chain. Near the start it is
+shorter. With N = 2, this part has two memories for a token of subset 1. (The keys and values that
+the token attends to have read other memories, whose parts of the chain are at most as long.) N = T
+is the chain itself. The paper writes S for N, and finds the same loss with 2, 4 and 8 subsets
+(section 4.3).
 
 Chunked training (Appendix D, train_path=chunked) is a chain of chunks. The K positions of a chunk
 run at once and all read the last memory before the chunk.
 
 There is no chain with memory=false, nor with source=0, where m_t is x0_t and does not depend on
-m_{t-1}. One pass is exact then, and Config refuses the options of an approximation. Training takes
-the path that train_path names, and evaluation takes exact. (If the two paths differ, an evaluation
-has a second loss, which `estimate` computes by the training path.) This table says which function
-of this file runs:
+m_{t-1}. One pass is exact then, and Config allows no other train_path or prefill than exact.
+
+A path is a way to compute the memories: exact, chunked or interleaved. Training takes the path that
+train_path names, and evaluation takes exact. (If the two paths differ, an evaluation has a second
+loss, which `estimate` computes by the training path.) This table says which function of this file
+runs:
 
     path                                  with a chain                  without one
     exact, fast=true, no gradients        decode_exact, a new cache     all_at_once
@@ -155,11 +158,11 @@ class Config(BaseConfig):
         # Whoever replaces n_layer must set source and source_norm, too.
         if self.source == -1:
             self.source = max(1, round(0.6 * self.n_layer))
-        # At the start attention and MLP add nothing. Where m enters the residual stream, and is
-        # not normed, m_t = (1 + 0.1 source) x0_t + 0.1 source m_{t-1}. If source > 10, the memory
-        # grows from token to token and overflows within a thousand of them. The default depends on
-        # n_layer and not on source, so that runs which differ in source= alone agree in
-        # source_norm.
+        # source_norm prevents an overflow. At the start of training attention and MLP add nothing.
+        # If m enters the residual stream and is not normed, then m_t = (1 + 0.1 source) x0_t + 0.1
+        # source m_{t-1}. If source > 10, the factor of m_{t-1} is more than 1, so that the memory
+        # overflows within a thousand tokens. The default depends on n_layer and not on source, so
+        # that runs which differ in source= alone agree in source_norm.
         if self.source_norm is None:
             self.source_norm = self.n_layer > 10
         # nanochat's window is half of the context, without the token itself, which swa counts.
@@ -184,8 +187,9 @@ class Config(BaseConfig):
 # computes the chain faster. Each of the four makes passes over some or all of the T positions. A
 # pass is a call of run_layers with a Context. The Context holds what the layers read: the Tokens of
 # its positions, their m_{t-1}, and the buffer with the keys and values of all positions so far.
-# Each layer puts those of the pass into the buffer (Context.extend). The classes Tokens and Context
-# stand below, under "what a pass knows", and Model.embed makes the Tokens.
+# Each layer puts those of the pass into the buffer (Context.extend). In decode_exact a cache takes
+# the place of the buffer. The classes Tokens and Context stand below, under "what a pass knows",
+# and Model.embed makes the Tokens.
 
 @torch.compiler.disable  # torch.compile would unroll the loop
 def chain(model, tokens, K):
@@ -486,9 +490,12 @@ class MemoryCache(KVCache):
 class Model(LanguageModel):
     """LRT, or its backbone if memory is false."""
     runs_blocks_once = False    # several passes run the blocks, so FSDP gathers all of them at once
-    # optimizer=muon knows most kinds by place and shape. These are the exceptions: the matrices of
-    # rec may stand outside of the blocks. The head, alpha and beta have learning rates of their
-    # own. w_gate and w_value are gates, which AdamW trains.
+    # The kind of a parameter decides which optimizer trains it, and at which rate
+    # (common/optim.py). Most kinds follow from place and shape: a matrix in a block is of the kind
+    # matrix, any other matrix is an embedding, and all else is a scalar. These are the exceptions,
+    # by a part of the name. rec is a matrix, although it may stand outside of the blocks. The head,
+    # alpha and beta have learning rates of their own. w_gate and w_value are gates, which AdamW
+    # trains.
     parameter_kinds = dict(rec="matrix", head="head", w_gate="gate", w_value="gate",
                            alpha="alpha", beta="beta")
     nanochat_rates = True       # each kind has nanochat's learning rate (common/optim.py)
@@ -592,9 +599,8 @@ class Model(LanguageModel):
     def context_kept(self):
         """Return how many of the last tokens stay where a context is full. It is half of them where
         there is a chain. The exact prefill of a chain is slow and should not run at every token.
-        With prefill=interleaved Algorithm 1 runs the kept tokens again, and the tokens after them
-        run exactly. Half is kept then, too, because fewer kept tokens would mean more exact
-        ones."""
+        With prefill=interleaved as many tokens are kept. Then Algorithm 1 runs the kept tokens
+        again, and the tokens after them run exactly."""
         return (self.cfg.block_size + 1) // 2 if self.cfg.has_chain else self.cfg.block_size
 
     def init_cache(self, batch_size, max_len):

@@ -41,8 +41,8 @@ states, and its scores decide in decoding. The first router then learns only bec
 in (2.1), and by a z-loss, if there is one (z_loss).
 
 router=token (token choice, Section 2.2.1): a token has the state h_1 before F_1. From h_1 it
-chooses once how many recursions it takes. This number is its depth i. (In model_relaxed.py h_1 is
-another state.) W is the router's matrix, with a row for each depth (router_arch has others):
+chooses once how many recursions it takes. This number is its depth i. W is the router's matrix,
+with a row for each depth (router_arch has others):
 
     p = softmax(W h_1),   i = argmax p
     h <- h_1 + p_i F_i(.. F_1(h_1))                            (2.2)
@@ -56,7 +56,8 @@ A loss keeps the depths in balance, where f_i is the fraction of tokens with dep
 If balance=loss_free, a bias b does this instead: i = argmax(p + b), and each step of training moves
 b_i by balance_rate, down where f_i > 1 / R and up where f_i < 1 / R.
 
-With either router a z-loss may be added, which is summed over r in expert choice:
+With either router a z-loss may be added, which keeps the scores small. In expert choice it is
+summed over r, where logsumexp of a token's single score is this score:
 
     z_loss mean(logsumexp(scores)^2)
 
@@ -80,7 +81,8 @@ This file differs from the paper or from the authors' code:
 
 Letters beside those of model_gpt.py: K is the number of stored blocks, n the number of tokens that
 run in each row, and m the number of rows that run. n is usually the number of chosen tokens of the
-fullest row. Recursions count from 1, layers and stored blocks from 0.
+fullest row. Recursions count from 1, layers and stored blocks from 0. h_1 is the state before F_1.
+(In model_relaxed.py h_1 is the state after the first layer.)
 
 Paper: Bae et al. 2025 (2507.10524). Their code: github.com/raymin0223/mixture_of_recursions.
 """
@@ -219,8 +221,9 @@ class Model(LanguageModel):
     def expert_choice(self, h, context, n_run, top_k):
         """Return h (B, T, C) after n_run recursions, depths (B, T), and what expert_loss takes.
         context is that of all tokens, and context.subset returns the context of a recursion. s are
-        the scores. `decides` are the scores by which decoding decides. They are s or those of the
-        second router."""
+        the scores. `decides` are the scores whose sign decides in decoding. With causal=aux_router
+        they are those of the second router, and otherwise they are s. active are A_{r-1}, the
+        tokens that compete, and chosen are A_r."""
         T, R = h.size(1), self.cfg.n_loop
         active, decisions = context.kept, []                        # A_0: (B, T)
         for r in range(1, n_run + 1):
@@ -413,8 +416,9 @@ class Router(nn.Module):
 class AllTokens(Context):
     """The context of F_1 and of the layers outside, which all tokens take, and of all recursions
     with router=none and kv=recursion. kept (B, T) marks the tokens whose states a recursion
-    changes, which are all tokens here. shared_kv[layer] are the keys and values of a layer that
-    has run. They are read only if kv=share, where later recursions read those of F_1."""
+    changes, which are all tokens here and the chosen ones in the contexts of later recursions.
+    shared_kv[layer] are the keys and values of a layer that has run. They are read only if
+    kv=share, where later recursions read those of F_1."""
 
     def __init__(self, cfg, x, *positions):
         super().__init__(cfg, x, *positions)
@@ -500,8 +504,9 @@ class GatheredSubset:
             n = T if all_run else max(1, int(chosen.sum(1).max()))
         column = torch.arange(T, device=device)
         row = torch.arange(B, device=device) if rows is None else rows              # (m,)
-        # A chosen column c counts as c, and any other as T + c. So the n smallest are the chosen
-        # columns, in order, and then others.
+        # A column c gets the number c if its token is chosen, and otherwise T + c. The n columns
+        # with the smallest numbers are the chosen ones, in order. If a row has fewer than n of
+        # these, the leftmost other columns follow.
         columns = torch.where(chosen[row], column, T + column).topk(n, 1, largest=False).indices
         self.index = T * row[:, None] + columns                                     # (m, n)
         self.kept = self.gather(chosen)

@@ -234,16 +234,16 @@ def rat_fast(q, k, v, g, context):
 def read_states(q, k_state, v_state, final_k, final_v, context):
     """Return (3), (B, H, T, D). q and k_state are not rotated here, but final_k is. The own states
     k_state and v_state are (B, H, T, D), like q. final_k and final_v (B, H, n, D) are the final
-    states of chunks 0 .. n - 1. (A call with a cache passes all slots of the cache as final states.
-    A slot that is empty, or whose state is not final, belongs to the query's own chunk or to a
-    later one, so that the positions hide it.) kernels.attend_by_position takes the own state as one
-    more key of its query. It wants the finished score of this key, which is computed here."""
+    states of chunks 0 .. n - 1. kernels.attend_by_position takes the own state as one more key of
+    its query. It wants the finished score of this key, which is computed here."""
     # A query and its own state have the same angle, so their score needs no RoPE.
     own_score = (upcast(q) * k_state).sum(-1) / math.sqrt(q.size(-1))
     q = apply_rope(q, *context.rope["rat"])
     final_k, final_v, v_state = (x.to(q.dtype) for x in (final_k, final_v, v_state))
-    # The keys have the numbers of their chunks, 0 .. n - 1, as positions. A query has the number of
-    # the chunk before its own, so that it attends to all earlier chunks.
+    # The keys have the numbers of their chunks, 0 .. n - 1, as positions. A query has the number
+    # of the chunk before its own, so that it attends to all earlier chunks. A call with a cache
+    # passes all slots of the cache. A slot that is empty, or whose state is not final, belongs to
+    # the query's own chunk or to a later one, so that the positions hide it.
     before = (context.chunk_of - 1).int().squeeze(0)  # (T,) or (B, T)
     own = own_score, v_state
     return kernels.attend_by_position(q, final_k, final_v, q_pos=before, own=own)[0]
@@ -379,10 +379,11 @@ class CachedContext(Context):
 
 
 def newest_slot(kind, context):
-    """Return three things for one new token a row: its slot (B or 1, 1), the number S of slots that
-    it attends to, which are the first S, and a bias or None. S counts the slots of the longest row
-    that are filled, the new token's included. In a static call (decoding.py) S counts all slots,
-    because the host must not read lengths. The bias hides the slots that a row has not filled."""
+    """Return three things for one new token a row: its slot (B or 1, 1), the number S of slots
+    that it attends to, which are the first S, and a bias or None. S is the number of filled slots
+    of the longest row, with the new token's. In a static call (decoding.py) S is the number of all
+    slots, because the host must not read lengths. If rows may differ, a bias hides the slots that a
+    row has not filled."""
     cfg, cache, n_slots = context.cfg, context.cache, context.cache.n_slots[kind]
     # number counts slots as if there were no ring. In a ring of n_slots, number n_slots is slot 0
     # again.

@@ -21,13 +21,14 @@ little (lab/RESULTS.md has what it cost here); from random weights it is only a 
 are the states, which are x_l in model_gpt.py, and h_0 are the embeddings. In (2) x is the input of
 any matrix. A block has seven matrices: W_q, W_k, W_v and W_o of attention, and W_gate, W_up and
 W_down of the MLP. (With mlp=gelu there is no W_gate.) All uses of a block share W' and the weights
-of norm1 and norm2, which is what tied means. In (3) each unrolled layer l has a source, which is
-one layer of the trained model, and W_l is the source's matrix. g_l and g' are the weights of the
-norms before W_l and W'. No norm stands before W_o and W_down, so that they have no ratio. There are
-no deltas with rank=0, which is the Recursive Transformer. If the trained model has L layers, its
-layer l is the source of layer l. Then deltas of full rank by (3) undo the tying, and the converted
-model computes what the trained one does. If the trained model has more layers, L of them, evenly
-spaced, are the sources. If it has fewer, some of them are the source of several layers l.
+of norm1 and norm2, which is what tied means. The trained model is the source. In (3) each unrolled
+layer l has a source layer, which is one layer of the source, and W_l is the source layer's matrix.
+g_l and g' are the weights of the norms before W_l and W'. No norm stands before W_o and W_down, so
+that they have no ratio. There are no deltas with rank=0, which is the Recursive Transformer. If
+the source has L layers, its layer l is the source layer of layer l. Then deltas of full rank by (3)
+undo the tying, and the converted model computes what the source does. If the source has more
+layers, L of them, evenly spaced, are the source layers. If it has fewer, some of them are the
+source layers of several layers l.
 
 In this picture L = 4 layers are R = 2 loops over K = 2 stored blocks:
 
@@ -64,10 +65,10 @@ Paper: Bae et al. 2024, "Relaxed Recursive Transformers: Effective Parameter Sha
 Layer-wise LoRA" (2410.20672). github.com/raymin0223/mixture_of_recursions has a part of its code.
 This file differs from the paper and from that code as follows.
 - (3) The paper has no ratio g_l / g'. Here it is needed, because norms are tied too.
-- (3) init=stepwise. A stored block k > 0 may start from another layer than k. Then W' is not W_k,
-  so that (3) gives deltas in the first loop, too. The example in Appendix C sets these to 0. Here
-  they follow (3), because otherwise a conversion at full rank would not give the trained model
-  back.
+- (3) With init=stepwise W' of block k is one trained layer, and the K layers are evenly spaced. So
+  for k > 0 it may be another layer than k. Then W' is not W_k, and (3) gives deltas in the first
+  loop, too. In the example of Appendix C the deltas of the first loop are 0. Here they follow (3),
+  because otherwise a conversion at full rank would not give the source back.
 - (2) The public code scales deltas by alpha / rank. Here deltas have no factor, because a factor
   would break (3).
 - Sharing is the paper's Cycle (k = l mod K) alone. Its Sequence is left out.
@@ -150,10 +151,11 @@ def run_loops(blocks, h, context, n_run):
 
 
 class Block(model_gpt.Block):
-    """A stored block. If u is None, its use follows from the unrolled layer. serve.py gives u, and
-    as `layer` it gives k. Its SlotContext has keys for the K blocks of a loop and knows the loop of
-    each row, so that it needs no l. If the rows of its call are in different loops, u is a mask
-    (rows, R), in which each row has a 1 at its use and 0 elsewhere."""
+    """A stored block. In this file u is None, and the use follows from the unrolled layer. Only
+    serve.py gives u, because there the rows of a call may be in different loops. If they are, u is
+    a mask (rows, R), in which each row has a 1 at its use and 0 elsewhere. serve.py gives k as
+    `layer`, and not l, because its SlotContext has keys for the K blocks of a loop and knows the
+    loop of each row."""
 
     def __init__(self, cfg):
         super().__init__(cfg, Attention, MLP)
@@ -214,9 +216,9 @@ class MLP(model_gpt.MLP):
 class RelaxedLinear(nn.Module):
     """A matrix W' with a delta B_u A_u for each use u (2).
 
-    weight (out, in) is W', a[u] (r, in) is A_u, and b[u] (r, out) is B_u transposed. So the A_u of
-    all uses are one matrix (R r, in), and the transposed B_u of all uses are one (R r, out). a and
-    b have 3 dimensions, so that model_gpt.init_weights does not change them, and
+    weight (out, in) is W', a[u] (r, in) is A_u, and b[u] (r, out) is B_u transposed. So a is
+    (R, r, in) and b is (R, r, out). Flattened over the uses, they are one matrix (R r, in) and one
+    (R r, out). a and b have 3 dimensions, so that model_gpt.init_weights does not change them, and
     Model.block_weights counts them once. A fork that changes the delta must change MergedLinear and
     set_deltas, too."""
 
@@ -290,8 +292,8 @@ def convert(model, weights):
     """Start model from `weights`, the state dict of a model_gpt of any depth.
 
     Each stored block gets tied weights, W' and norms, which are the mean of some trained layers.
-    Then each of its uses gets what is its own, from the trained layer that is its source. If rank
-    > 0, these are the weights of QK-norm and, with lora_init=svd, the deltas by (3)."""
+    Then each of its uses gets what is its own, from its source layer. If rank > 0, these are the
+    weights of QK-norm and, with lora_init=svd, the deltas by (3)."""
     cfg, sources = model.cfg, source_layers(weights, model.cfg.n_layer)
     for name, w in weights.items():
         if not name.startswith("blocks."):
@@ -310,8 +312,9 @@ def convert(model, weights):
 
 
 def source_layers(weights, n_layer):
-    """Return the source of each unrolled layer, a trained layer as {name: weight}. Sources are
-    evenly spaced among the trained layers, and some are repeated if these are too few."""
+    """Return the source layer of each unrolled layer, which is a trained layer as {name: weight}.
+    Source layers are evenly spaced among the trained layers, and some are repeated if these are too
+    few."""
     trained = {}
     for name, w in weights.items():
         if name.startswith("blocks."):
@@ -322,9 +325,9 @@ def source_layers(weights, n_layer):
 
 
 def layers_for_stored(cfg, k):
-    """Return the unrolled layers whose sources are averaged into W' and norms of stored block k.
-    There are none with init=random, where W' stays random, as a baseline of the other ways. With
-    lora_init=svd the deltas follow (3) there, too."""
+    """Return the unrolled layers whose source layers are averaged into W' and norms of stored
+    block k. There are none with init=random, where W' stays random, as a baseline of the other
+    ways. With lora_init=svd the deltas follow (3) there, too."""
     L, K = cfg.n_layer, cfg.n_stored
     return {"average": range(k, L, K),          # all uses of the block
             "stepwise": [round(k * (L - 1) / max(1, K - 1))],   # evenly from first to last
@@ -352,7 +355,8 @@ def set_deltas(block, k, u, source):
             n_use, r, _ = part.a.shape
             wanted = folded(block, k, source, name)
             missing = wanted - upcast(part.weight)      # U S V^T, and B_u A_u at full rank
-            # W' and g' are each a mean of up to n_use weights, with up to n_use roundings.
+            # A difference below eps counts as rounding. W' and g' are each a mean of up to n_use
+            # weights, which rounds up to n_use times.
             eps = 2 * n_use * max(torch.finfo(w.dtype).eps for w in (w_l, part.weight))
             if missing.norm() > eps * wanted.norm():
                 U, S, Vh = torch.linalg.svd(missing, full_matrices=False)

@@ -58,11 +58,11 @@ what runs:
     false      any    any        any   Block.at_once
 
 schedule=auto means naive if fast=false. If fast=true, it means wavefront, or tiled where
-kv_norm=false. With any other schedule, fast only decides whether decoding is recorded as a CUDA
-graph.
+kv_norm=false. A schedule that is named runs, whatever fast is. Then fast only decides whether
+decoding is recorded as a CUDA graph.
 
-The paper and the authors' code (commit a21b42d) differ in places. These are the choices of this
-file, and what it does differently from both:
+The paper and the authors' code (commit a21b42d) differ in places. This list has the choices of
+this file, then what it does differently from both, what it adds, and what it leaves out:
 - n1, n2. They are RMSNorms as in the paper's text. The authors' configs have LayerNorm.
 - gelu, initial weights. The paper's text does not say which they are. Both are those of the
   authors' code: gelu is exact, and the weights are as in Model.init_weights.
@@ -127,12 +127,13 @@ class Block(nn.Module):
     """One layer. naive is the loop over positions. The methods below it are the equations.
 
     The default schedule, wavefront, runs none of these methods in a call without a cache, nor in a
-    prefill. (Decoding one token runs them.) rt_wavefront.py has the equations a second time, with a
-    backward pass by hand, and rt_triton.py has parts of both a third time, for GPUs. A fork that
-    changes an equation has to change it in all of these, or to set schedule=naive or tiled. Then a
-    change of (1), (3), (4) or (5) is a change of a method below. A change of (2) has two places,
-    naive and Context.attention, which decoding calls. With schedule=tiled it has two more,
-    met_temporary and merge_tile, and merge_tile calls kernels.py."""
+    prefill (several tokens a row, into a cache). (Decoding one token runs them.) rt_wavefront.py
+    has the equations a second time, with a backward pass by hand, and rt_triton.py has parts of
+    both a third time, for GPUs. A fork that changes an equation has to change it in all of these,
+    or to set schedule=naive or tiled. Then a change of (1), (3), (4) or (5) is a change of a method
+    below. A change of (2) has two places, naive and Context.attention, which decoding calls. With
+    schedule=tiled it has two more, met_temporary and merge_tile, and merge_tile calls
+    kernels.py."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -282,8 +283,8 @@ def tiled(block, x, context):
 
 
 def met_temporary(q, k, v):
-    """Return out and lse of queries that have met their temporary pair alone: its value and its
-    score."""
+    """Return out and lse of queries that have read nothing but their temporary pair. A softmax
+    over one key has weight 1, so that out is the pair's value and lse is its score."""
     k, v = (upcast(x).repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     return v, (upcast(q) * k).sum(-1) / math.sqrt(q.size(-1))
 

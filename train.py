@@ -17,11 +17,11 @@ saved last), best.pt (the state with the best validation loss), step_N.pt (with 
 log.jsonl and curves.png. `step` counts completed optimizer steps.
 
 On a GPU, Python takes longer to launch the kernels of a small model than they take to run.
-compile=true, which is auto's choice there, lets torch.compile fuse kernels; this takes a minute or
-two at the start. compile=graph fuses nothing. It records the kernels of a micro-batch's forward and
-backward pass and launches them as one CUDA graph (graphs.py), and it is ready at once. It needs one
-process, a CUDA GPU and triton. The model must read no tensor on the host, as int(x) does (mor with
-router=token reads one), and loop_warmup must be 0.
+compile=true lets torch.compile fuse kernels, which takes a minute or two at the start. auto
+chooses it on a CUDA GPU with triton. compile=graph fuses nothing. It records the kernels of a
+micro-batch's forward and backward pass and launches them as one CUDA graph (graphs.py), and it is
+ready at once. It needs one process, a CUDA GPU and triton. The model must read no tensor on the
+host, as int(x) does (mor with router=token reads one), and loop_warmup must be 0.
 
 A run is repeatable, because its batch depends only on (seed, step), and the random numbers of a
 forward pass depend only on (seed, step, micro-batch). So a resumed run, and a run that evaluates
@@ -93,8 +93,8 @@ class Run:
 # ---- the training loop ----
 
 def train(run):
-    """Train to max_steps. Return True if the run has reached max_steps, and False if a signal has
-    stopped it after a step. Then its state is saved."""
+    """Train to max_steps. Return True if the run is complete, and False if a signal has stopped it
+    after a step, which may be the last one. Then its state is saved."""
     with stop_request() as signals:
         evaluate_and_keep(run)      # a killed run may have saved this step without evaluating it
         while run.step < run.cfg.max_steps:
@@ -301,10 +301,10 @@ MEASURE = ("data", "eval_batches", "exact_batches", "batch_size", "precision", "
 
 
 def evaluate_and_keep(run):
-    """After each eval_interval steps and after the last step, save the state and evaluate it.
-    After the last evaluation, save ckpt.pt again. After each keep_interval steps, save ckpt.pt and
-    then step_N.pt. If an evaluation fails, none of these is saved, because the error ends the
-    run."""
+    """After each eval_interval steps and after the last step, save ckpt.pt and then evaluate the
+    state. After the last evaluation, save ckpt.pt again. After each keep_interval steps, save
+    ckpt.pt and then step_N.pt. An evaluation that fails ends the run, so that nothing is saved
+    after it. The ckpt.pt from before the evaluation stays."""
     def due(interval):
         return run.step > 0 and interval > 0 and run.step % interval == 0
     start = time.perf_counter()
@@ -502,10 +502,10 @@ def open_batches(cfg, block_size, world):
 
 
 def fit_to_data(cfg, given, batches):
-    """Raise UserError if tokenizer= or sample_prompt= of the command line does not fit the data. If
-    a tokenizer from elsewhere does not fit, cfg gets the data's tokenizer. If there is no prompt,
-    or a prompt from elsewhere does not fit, the first tokens of the validation data are the
-    prompt."""
+    """Raise UserError if tokenizer= or sample_prompt= of the command line does not fit the data. A
+    tokenizer of a config file or a checkpoint that does not fit gives way to the data's tokenizer.
+    If there is no prompt, or if that of a config file or a checkpoint does not fit, the first
+    tokens of the validation data are the prompt."""
     task, data = is_task(cfg.dataset), batches.train
     # The tokens of a task are fixed, so that tokenizer= may only repeat its default there.
     made = TrainConfig.tokenizer if task else data.meta.get("tokenizer_name", cfg.tokenizer)
