@@ -53,29 +53,12 @@ last token of a chunk the second term of (12) is 0. h0 is the state before token
 state at token 0. The gradient of h0 is dh0 = g_0 d_0.
 
 A function whose name ends in _naive follows the equations as they are written, and the tests
-compare with it. For (12) to (14) the tests differentiate scan_naive. The plain PyTorch
-implementation is fast code without Triton. There are four operators: attention, its backward pass,
-scan and its backward pass. kernels_triton.py has each of them once more, in Triton. In each row of
-this table a function calls the one to its right. (The plain functions of attention also call
-query_blocks, which cuts the queries into blocks.)
-
-    called by                    run_ function         plain function    its helper
-    attend_by_position           run_attend            attend_forward    fused_block
-    attend_by_position_backward  run_attend_gradients  attend_gradients  fused_block_backward
-    scan                         run_scan              scan_forward      linear_recurrence
-    scan_autograd                run_scan_gradients    scan_gradients    linear_recurrence
-
-Under autograd or torch.compile the call goes through attend_op or scan_op. This is the run_
-function, registered with torch. Autograd calls attend_autograd and scan_autograd, which call the
-backward passes as attend_gradients_op and scan_gradients_op. A run_ function calls the plain
-function, or a launcher of kernels_triton.py in its place. The launcher is called on a GPU with
-triton (and where Triton's interpreter is on), unless the tensors are float64. A line on stderr
-tells which of the two runs. For a block of queries the plain implementation has two alternatives.
-On a CPU it calls fused_block, which calls torch's own attention in compiled C++. On other devices
-it calls attend_block, which is written out in PyTorch. The backward pass has fused_block_backward
-and attend_block_backward in the same way, but with a dlse it takes attend_block_backward on a CPU,
-too. merge has no launcher, and no model calls merge itself. The plain implementation calls it to
-add own pairs (see the argument own of attend_by_position). The Triton kernel adds them without it.
+compare with it. For (12) to (14) the tests differentiate scan_naive. There are four operators:
+attention, its backward pass, scan and its backward pass. Each has a plain PyTorch implementation in
+this file, which is fast code without Triton, and one in Triton, in kernels_triton.py. Triton's runs
+on a GPU with triton (and where Triton's interpreter is on), unless the tensors are float64. A line
+on stderr tells which of the two runs. The end of this file says which functions a call goes
+through.
 
 Papers: Dao et al. 2022 (FlashAttention, 2205.14135); Milakov and Gimelshein 2018
 (online softmax, 1805.02867); Press et al. 2022 (ALiBi, 2108.12409); Wei et al. 2025
@@ -405,11 +388,11 @@ def linear_recurrence(g, h, state):
 
 
 def long_recurrence(g, h, state):
-    """Return what linear_recurrence returns, in about 2 sqrt(K) steps where a plain loop takes K.
-    The K positions are cut into pieces of `size` positions, which is about sqrt(K). All pieces are
-    scanned at once, from zero. A state that enters a piece decays in it by the product of the gates
-    so far. The states at the ends of the pieces are therefore a recurrence of the same kind, over
-    the pieces."""
+    """Return what linear_recurrence returns, in about 2 sqrt(K) steps, or fewer if K > 4,096,
+    where a plain loop takes K. The K positions are cut into pieces of `size` positions, which is
+    about sqrt(K). All pieces are scanned at once, from zero. A state that enters a piece decays in
+    it by the product of the gates so far. The states at the ends of the pieces are therefore a
+    recurrence of the same kind, over the pieces."""
     K = h.size(-2)
     size = math.isqrt(K - 1) + 1
     g, h = (F.pad(y, (0, 0, 0, -K % size)).unflatten(-2, (-1, size)) for y in (g, h))
@@ -462,6 +445,27 @@ def fused_block_backward(q, k, v, out, lse, do, dlse, bias):
 
 
 # ---- which of the two implementations runs ----
+# In each row of this table a function calls the one to its right. (The plain functions of attention
+# also call query_blocks, which cuts the queries into blocks.)
+#
+#     called by                    run_ function         plain function    its helper
+#     attend_by_position           run_attend            attend_forward    fused_block
+#     attend_by_position_backward  run_attend_gradients  attend_gradients  fused_block_backward
+#     scan                         run_scan              scan_forward      linear_recurrence
+#     scan_autograd                run_scan_gradients    scan_gradients    linear_recurrence
+#
+# Under autograd or torch.compile the call goes through attend_op or scan_op. This is the run_
+# function, registered with torch. Autograd calls attend_autograd and scan_autograd, which call the
+# backward passes as attend_gradients_op and scan_gradients_op. A run_ function calls the plain
+# function, or a launcher of kernels_triton.py in its place.
+#
+# For a block of queries the plain implementation has two alternatives. On a CPU it calls
+# fused_block, which calls torch's own attention in compiled C++. On other devices it calls
+# attend_block, which is written out in PyTorch. The backward pass has fused_block_backward and
+# attend_block_backward in the same way, but with a dlse it takes attend_block_backward on a CPU,
+# too. merge has no launcher, and no model calls merge itself. The plain implementation calls it to
+# add own pairs (see the argument own of attend_by_position). The Triton kernel adds them without
+# it.
 
 @functools.cache
 def announce(text):
