@@ -12,6 +12,7 @@ one launch.
     recordable(x)                   whether a call on x can be recorded
     decoder(model, cache)           decodes one token a row. The second call is recorded
     stepper(function, cache)        the same for any function that decodes one token a row
+    plain_steps(model)              a context in which neither of the two records
 
 A function that is recorded must not read a tensor on the host, as int(x), x.tolist() and `if x` do.
 CUDA refuses this during a recording, because nothing has been computed then. No shape may depend on
@@ -24,6 +25,7 @@ exact evaluation and prefill), and the two passes of RT's wavefront. With compil
 train.py's forward and backward pass.
 """
 import collections
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -34,6 +36,7 @@ import torch
 FREE = collections.defaultdict(list)  # for each device, the streams whose graphs are gone
 SEEN, GRAPHS = set(), {}  # keys that replay has met; key -> Graph, the last used at the end
 MOST = 8                  # the most graphs that replay keeps, because each of them holds memory
+PLAIN = []                # not empty inside of plain_steps
 
 
 def recordable(x):
@@ -139,14 +142,12 @@ def replay(key, function, *inputs):
 def decoder(model, cache, then=lambda logits: logits, generators=()):
     """Return step(idx, n_valid=None) -> then(logits). A step runs the model on one more token a
     row, idx (B, 1), and the logits are (B, 1, V). `then` is part of the graph. A model with
-    fast=false runs without a graph, and so does one that FSDP shards, because its hooks use further
-    streams. The graph reads the weights from the memory in which they lay when it was recorded.
+    fast=false runs without a graph. The graph reads the weights from the memory in which they lay when it was recorded.
     They may change in place. If another tensor takes the place of a weight, the graph does not see
     this. See stepper."""
     def function(idx, n_valid):
         return [then(model(idx, cache=cache, n_valid=n_valid)[0])]
-    fast = model.cfg.fast and not hasattr(model, "unshard")     # FSDP adds this method
-    step = stepper(function, cache, generators, fast)
+    step = stepper(function, cache, generators, model.cfg.fast)
     return lambda idx, n_valid=None: step(idx, n_valid)[0]
 
 
@@ -158,13 +159,14 @@ def stepper(function, cache, generators=(), fast=True):
     without a graph, which compiles the kernels. A static call gets n_new (B,) in place of n_valid.
     It is 1 in a row that decodes a token, and 0 in a row that gets padding. It is never None,
     because an input of a graph must be a tensor. The second step records the static call. The
-    second step and all later ones replay it. Where no step can be recorded, or with fast=False,
-    each is an ordinary call."""
+    second step and all later ones replay it. Where no step can be recorded, inside of plain_steps,
+    and with fast=False, each is an ordinary call."""
     graph, n_steps = None, 0
 
     def step(idx, n_valid=None):
         nonlocal graph, n_steps
-        if not fast or not recordable(cache.lengths.new_empty(0, dtype=cache.dtype)):
+        x = cache.lengths.new_empty(0, dtype=cache.dtype)
+        if PLAIN or not fast or not recordable(x):
             return function(idx, n_valid)
         ragged = cache.ragged or n_valid is not None
         n_new = cache.count_new(1, n_valid)
@@ -183,3 +185,15 @@ def stepper(function, cache, generators=(), fast=True):
         n_steps += 1
         return outputs
     return step
+
+
+@contextlib.contextmanager
+def plain_steps(model):
+    """Inside, no decode step is recorded if FSDP shards the model. Its hooks use further streams,
+    and its blocks, which train.py has compiled, would compile once more in the recording. CUDA
+    allows neither."""
+    PLAIN.extend([model] * hasattr(model, "unshard"))   # FSDP adds this method
+    try:
+        yield
+    finally:
+        PLAIN.clear()

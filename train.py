@@ -257,7 +257,7 @@ def evaluate(run):
     # All processes sum the same names, because a process may have no batch.
     names += ["token_accuracy", "sequence_accuracy", "ce_estimate", "gap"]
     totals, counts = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
-    with gathered(run.model):                   # each process needs all weights
+    with gathered(run.model), graphs.plain_steps(model):    # each process needs all weights
         for i in range(procs.rank, n, procs.world):
             x, y = (to_device(z, run) for z in run.batches.cut(run.batches.val, batches[i]))
             with procs.autocast:
@@ -665,7 +665,7 @@ def main(argv):
         run.procs.meet()
     else:
         done = train(run)
-        with gathered(run.model):           # the sample needs all weights
+        with gathered(run.model), graphs.plain_steps(run.model):    # the sample needs all weights
             run.procs.meet()
             if run.procs.master:
                 finish(run, done)

@@ -6,11 +6,13 @@ import contextlib
 import gc
 import itertools
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import graphs
+import train
 from conftest import relative, tiny
 from emulated_graphs import emulate
 from sample import stream
@@ -116,14 +118,39 @@ def test_fast_false_records_nothing(name, recorded):
     assert not recorded
 
 
-def test_a_model_with_the_hooks_of_fsdp_records_nothing(recorded):
+@pytest.mark.parametrize("name", ["gpt", "lrt"])    # LRT's prompts are steps, too
+def test_a_model_with_the_hooks_of_fsdp_records_nothing(name, recorded):
     """fully_shard gives a model the method unshard (tests/test_fsdp.py). Its hooks are not to be in a graph."""
-    model, x = tiny("gpt"), tokens(2, 8)
+    model, x = tiny(name), tokens(2, 8)
+
+    def decode():
+        cache = model.init_cache(2, 8)
+        model(x[:, :4], cache=cache)
+        step = graphs.decoder(model, cache)
+        for t in range(4, 8):
+            step(x[:, t:t + 1])
     model.unshard = lambda: None
-    step = graphs.decoder(model, model.init_cache(2, 8))
-    for t in range(3):
-        step(x[:, t:t + 1])
+    with graphs.plain_steps(model):
+        decode()
     assert not recorded
+    del model.unshard
+    with graphs.plain_steps(model):
+        decode()
+    assert recorded
+
+
+def test_train_evaluates_a_sharded_model_without_graphs(recorded):
+    model, x = tiny("lrt"), tokens(2, 9)
+    batches = SimpleNamespace(val=None, val_batches=lambda n: [0], cut=lambda data, batch: (x[:, :-1], x[:, 1:]))
+    procs = SimpleNamespace(rank=0, world=1, autocast=contextlib.nullcontext(), sum=lambda *x: list(x),
+                            device=torch.device("cpu"))
+    run = train.Run(train.TrainConfig(dataset="task:s3"), procs, batches, model, forward=None, optimizers=[])
+    seen = [train.evaluate(run)["val_ce"]]
+    n = len(recorded)
+    model.unshard = model.reshard = lambda: None
+    model.set_reshard_after_forward = lambda *a, **k: None
+    seen.append(train.evaluate(run)["val_ce"])
+    assert n > 0 and len(recorded) == n and seen[0] == pytest.approx(seen[1], rel=1e-10)
 
 
 def test_a_full_cache_is_an_error_before_the_step(recorded):
