@@ -26,7 +26,8 @@ that all lengths predict the same tokens.
 counts if a stretch of 64 tokens around it occurs there, too. Both texts are those of the data set
 that is evaluated, which dataset= may have replaced. `clean` has the losses on the windows without
 such tokens. Its bits per byte count these windows' own bytes. Both are left out with batches=,
-because they read the whole text of both splits.
+because they read the whole text of both splits, and for a validation text of more than 50 million
+tokens, because they would need more than 3 GB of memory.
 
 With exit_loop=N, `agreement` is how often the likeliest token after N loops is the likeliest after
 all loops. With MoR's expert choice, `scores` has ten fractions for each recursion after the first.
@@ -91,6 +92,8 @@ class EvalConfig(Options):
         if any(self.units[-1] % k for k in self.units):
             raise ValueError(f"lengths={self.lengths:.60}: each must divide the longest one")
 
+
+LONGEST_COMPARED = 50_000_000   # tokens of the longest validation text that has `overlap`
 
 # These options mean nothing with tasks=, and those of OF_HARNESS need it.
 NOT_OF_HARNESS = {"lengths", "batches", "dataset", "data_dir"}
@@ -196,7 +199,8 @@ def evaluate_text(model, run, cfg, ckpt):
     tokens = sum(map(len, batches)) * longest
     starts = [start for batch in batches for start in batch]
     more = {}
-    if not cfg.batches:     # with batches= this would take longer than all else
+    # With batches= this would take longer than all else.
+    if not cfg.batches and len(data.mapped()) <= LONGEST_COMPARED:
         splits["train"].check()
         more["overlap"], clean = clean_losses(totals, starts, longest, splits)
         for k, values in clean.items():

@@ -111,6 +111,12 @@ def test_fast_is_an_option(run, monkeypatch):
     assert [model.cfg.fast for model in built] == [True, False] and losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("run", ["gpt"], indirect=True)
+def test_a_long_validation_text_is_not_compared_with_the_train_text(run, monkeypatch):
+    monkeypatch.setattr(evaluation, "LONGEST_COMPARED", 30)
+    assert not {"overlap", "clean"} & evaluate(run).keys()
+
+
 def test_all_lengths_predict_the_same_tokens(run, data_dir):
     for keys, told in {("limit=5",): "limit= has no meaning without tasks=",
                        ("tasks=piqa", "batches=1"): "batches= has no meaning with tasks="}.items():
