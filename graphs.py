@@ -142,9 +142,9 @@ def replay(key, function, *inputs):
 def decoder(model, cache, then=lambda logits: logits, generators=()):
     """Return step(idx, n_valid=None) -> then(logits). A step runs the model on one more token a
     row, idx (B, 1), and the logits are (B, 1, V). `then` is part of the graph. A model with
-    fast=false runs without a graph. The graph reads the weights from the memory in which they lay when it was recorded.
-    They may change in place. If another tensor takes the place of a weight, the graph does not see
-    this. See stepper."""
+    fast=false runs without a graph. The graph reads the weights from the memory in which they lay
+    when it was recorded. They may change in place. If another tensor takes the place of a weight,
+    the graph does not see this. See stepper."""
     def function(idx, n_valid):
         return [then(model(idx, cache=cache, n_valid=n_valid)[0])]
     step = stepper(function, cache, generators, model.cfg.fast)
