@@ -79,7 +79,9 @@ class Run:
     flops: float = 0.0      # floating-point operations of these steps
     evaluated: int = 0      # `step` at the last evaluation
     best_ce: float = math.inf   # validation loss of best.pt
-    stamp: bytes = None         # SHA-256 of the ckpt.pt that it saved last, or was resumed from
+    # SHA-256 of the ckpt.pt that it saved last, or was resumed from. If the file has another one,
+    # another run has saved there since, and this run must stop.
+    stamp: bytes = None
 
     @property
     def folder(self):
@@ -113,8 +115,10 @@ def train_step(run, signals):
     process was asked to stop. Raise UserError in every process if the loss or a gradient is not
     finite. No weight has moved then."""
     run.model.train()
+    # With loop_warmup fewer loops run in the first steps. starts has the step at which each loop
+    # begins. Models without loops do not read training_loops.
     starts = loop_starts(run.model.cfg, run.cfg.max_steps)
-    run.model.training_loops = sum(run.step >= start for start in starts)   # for models with loops
+    run.model.training_loops = sum(run.step >= start for start in starts)
     logged = forward_backward(run)
     logged, stopping = clip_and_check(run, logged, signals)
     for optimizer in run.optimizers:
@@ -251,6 +255,7 @@ def evaluate(run):
     both."""
     model, procs = run.model.eval(), run.procs
     batches = run.batches.val_batches(run.cfg.eval_batches)
+    # These batches get the exact figures: all of them, or as many as are wanted, evenly spaced.
     n, wanted = len(batches), run.cfg.exact_batches
     exact = range(n) if not 0 < wanted < n else set(np.linspace(0, n - 1, wanted).astype(int))
     names = ["ce", *getattr(model, "eval_metrics", ())]
