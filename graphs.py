@@ -192,7 +192,8 @@ def plain_steps(model):
     """Inside, no decode step is recorded if FSDP shards the model. Its hooks use further streams,
     and its blocks, which train.py has compiled, would compile once more in the recording. CUDA
     allows neither."""
-    PLAIN.extend([model] * hasattr(model, "unshard"))   # FSDP adds this method
+    if hasattr(model, "unshard"):   # FSDP adds this method
+        PLAIN.append(model)
     try:
         yield
     finally:
