@@ -17,7 +17,7 @@ saved last), best.pt (the state with the best validation loss), step_N.pt (with 
 log.jsonl and curves.png. `step` counts completed optimizer steps.
 
 On a GPU, Python takes longer to launch the kernels of a small model than they take to run.
-compile=true lets torch.compile fuse kernels, which takes a minute or two at the start. auto
+compile=true lets torch.compile fuse kernels, which takes minutes at the start. auto
 chooses it on a CUDA GPU with triton. compile=graph fuses nothing. It records the kernels of a
 micro-batch's forward and backward pass and launches them as one CUDA graph (graphs.py), and it is
 ready at once. It needs one process, a CUDA GPU and triton. The model must read no tensor on the
@@ -228,7 +228,8 @@ def clip_and_check(run, logged, signals):
     for key in ("ce", "grad_norm"):
         if not math.isfinite(logged[key]):
             raise UserError(f"{key} is {logged[key]} at step {run.step}: the run stops before "
-                            f"the update, {KEPT}")
+                            f"the update, {KEPT}. With resume=true and another seed= it goes on "
+                            f"with other batches")
     return logged, stopping > 0
 
 
@@ -441,7 +442,7 @@ def setup(argv):
         restore(run, ckpt)
     if not cfg.eval_only:
         if compiles(cfg, procs.device):
-            note("torch.compile takes a minute or two at the start (compile=false starts at once)")
+            note("torch.compile takes minutes at the start (compile=false starts at once)")
         try_micro_step(run)
         if cfg.compile == "graph":
             run.recorded = record_micro_step(run)
